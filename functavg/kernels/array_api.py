@@ -1,0 +1,142 @@
+"""Steps over arrays of the Array API standard, JAX's among them, which are never written to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from functavg.kernels import dtypes
+from functavg.scalars import is_host
+from functavg.state import Count, Weight
+
+MUTABLE = False
+
+Groups = tuple[list[list[Any]], list[Any]]
+
+
+def refusal(leaf: Any) -> str | None:
+    """Return why an array cannot be averaged, or None."""
+    if _kind(leaf) is None:
+        return f"an array of dtype {leaf.dtype}; only numbers can be averaged"
+    return None
+
+
+def copied(leaf: Any, dtype: str | None, device: Any) -> Any:
+    """Return a new array of the values of ``leaf``, in the dtype that its average is held in."""
+    library = leaf.__array_namespace__()
+    held = dtypes.held_in(_name(leaf), dtype)
+    array = library.asarray(leaf, copy=True)
+    if held != _name(leaf):
+        array = library.astype(array, getattr(library, held))
+    return array if device is None else array.to_device(device)
+
+
+def cast(leaf: Any, like: Any) -> Any:
+    """Return ``leaf`` with the dtype of ``like``; itself where it has it."""
+    library = like.__array_namespace__()
+    return library.astype(library.asarray(leaf), like.dtype, copy=False)
+
+
+def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], str]) -> Groups:
+    """Return all leaves as arrays of the averages' library.
+
+    Raises:
+        TypeError, ValueError: a new leaf cannot go into an average; the message names it.
+    """
+    arrays = []
+    for index, new in enumerate(news):
+        library = averages[0][index].__array_namespace__()
+        if isinstance(new, (np.ndarray, np.generic, bool, int, float, complex)):
+            new = library.asarray(new)
+        elif not hasattr(new, "__array_namespace__"):
+            raise TypeError(f"{where(index)}: expected an array of {library.__name__}, got {type(new).__name__}")
+        reason = refusal(new)
+        if reason is not None:
+            raise TypeError(f"{where(index)}: expected an array of numbers, got {reason}")
+        for olds in averages:
+            old = olds[index]
+            if old.shape != new.shape:
+                raise ValueError(f"{where(index)}: expected shape {old.shape}, got {new.shape}; nothing is broadcast")
+            if (_kind(new) or 0) > (_kind(old) or 0):
+                raise TypeError(f"{where(index)}: expected {old.dtype} or what it can hold, got {new.dtype}")
+        arrays.append(new)
+    return averages, arrays
+
+
+def lerp(groups: Groups, weights: list[Weight], inplace: bool) -> list[list[Any]]:
+    """Return, for each average, its leaves after the step ``a + w (x - a)`` with its weight.
+
+    A weight of exactly 1 copies, one of exactly 0 does nothing; integers and bools take the newest value.
+    """
+    del inplace
+    averages, news = groups
+    return [
+        [_lerp_leaf(old, new, weight) for old, new in zip(olds, news, strict=True)]
+        for olds, weight in zip(averages, weights, strict=True)
+    ]
+
+
+def apply(
+    groups: Groups,
+    count: Count,
+    fn: Callable[..., Any],
+    grouped: bool,
+    inplace: bool,
+    where: Callable[[int], str],
+) -> list[Any]:
+    """Return the leaves of one average after ``fn(avg, new, count)``; integers and bools take the newest value."""
+    del inplace
+    if grouped:
+        raise TypeError("a multi_avg_fn works on torch tensors only; use AvgFn for other arrays")
+    (olds,), news = groups
+    leaves = []
+    for index, (old, new) in enumerate(zip(olds, news, strict=True)):
+        if _kind(old) in (dtypes.BOOL, dtypes.INTEGER):
+            leaves.append(_lerp_leaf(old, new, 1))
+            continue
+        library = old.__array_namespace__()
+        common = library.result_type(old, new)
+        moved = fn(library.astype(old, common), library.astype(new, common), count)
+        if getattr(moved, "shape", None) != old.shape:
+            raise ValueError(
+                f"{where(index)}: avg_fn must return the new average, an array of shape {old.shape}, "
+                f"got {getattr(moved, 'shape', type(moved).__name__)}"
+            )
+        leaves.append(library.astype(moved, old.dtype, copy=True))
+    return leaves
+
+
+def _name(leaf: Any) -> str:
+    return getattr(leaf.dtype, "name", str(leaf.dtype))
+
+
+def _kind(leaf: Any) -> int | None:
+    return dtypes.kind_of(_name(leaf))
+
+
+def _lerp_leaf(old: Any, new: Any, weight: Weight) -> Any:
+    library = old.__array_namespace__()
+    whole = _kind(old) in (dtypes.BOOL, dtypes.INTEGER)
+    if is_host(weight):
+        if weight == 0:
+            return old
+        if weight == 1 or whole:
+            return library.astype(library.asarray(new, copy=True), old.dtype, copy=False)
+        return _blend(old, library.astype(new, old.dtype), weight)
+    new = library.astype(new, old.dtype)
+    if whole:
+        return library.where(weight == 0, old, new)
+    moved = _blend(old, new, library.astype(weight, _real(library, old)))
+    return library.where(weight == 1, new, library.where(weight == 0, old, moved))
+
+
+def _blend(old: Any, new: Any, weight: Weight) -> Any:
+    """Return ``old + weight (new - old)``, which is exact where the two are equal."""
+    return old + weight * (new - old)
+
+
+def _real(library: Any, array: Any) -> Any:
+    """Return the real dtype of the precision of an array."""
+    return library.finfo(array.dtype).dtype

@@ -1,0 +1,158 @@
+"""Steps over numpy arrays, in place, in blocks that stay in cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from functavg.kernels import dtypes
+from functavg.state import Count, Weight
+
+MUTABLE = True
+
+BLOCK = 2**15
+"""Elements of one block: the block, its new values and the scratch buffer stay in the second-level cache."""
+
+Array = NDArray[Any]
+Groups = tuple[list[list[Array]], list[Array]]
+
+
+def refusal(leaf: Any) -> str | None:
+    """Return why an array cannot be averaged, or None."""
+    dtype = np.asarray(leaf).dtype
+    if dtypes.kind_of(dtype.name) is None:
+        return f"a numpy array of dtype {dtype}; only numbers can be averaged"
+    return None
+
+
+def copied(leaf: Any, dtype: str | None, device: Any) -> Array:
+    """Return a new array of the values of ``leaf``, in the dtype that its average is held in."""
+    if device not in (None, "cpu"):
+        raise ValueError(f"device must be None or 'cpu' for numpy arrays, got {device!r}")
+    array = np.asarray(leaf)
+    held = dtypes.held_in(array.dtype.name, dtype)
+    return np.array(array, dtype=array.dtype if held == array.dtype.name else np.dtype(held), copy=True)
+
+
+def cast(leaf: Any, like: Any) -> Array:
+    """Return ``leaf`` with the dtype of ``like``; itself where it has it."""
+    return np.asarray(leaf).astype(np.asarray(like).dtype, copy=False)
+
+
+def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], str]) -> Groups:
+    """Return all leaves as arrays.
+
+    Raises:
+        TypeError, ValueError: a new leaf cannot go into an average; the message names it.
+    """
+    arrays = []
+    for index, new in enumerate(news):
+        if not isinstance(new, (np.ndarray, np.generic, bool, int, float, complex)):
+            raise TypeError(f"{where(index)}: expected a numpy array or a number, got {type(new).__name__}")
+        reason = refusal(new)
+        if reason is not None:
+            raise TypeError(f"{where(index)}: expected an array of numbers, got {reason}")
+        array = np.asarray(new)
+        for olds in averages:
+            old = np.asarray(olds[index])
+            if old.shape != array.shape:
+                raise ValueError(
+                    f"{where(index)}: expected shape {old.shape}, got {array.shape}; nothing is broadcast"
+                )
+            if _kind(array) > _kind(old):
+                raise TypeError(f"{where(index)}: expected {old.dtype} or what it can hold, got {array.dtype}")
+        arrays.append(array)
+    return [[np.asarray(old) for old in olds] for olds in averages], arrays
+
+
+def lerp(groups: Groups, weights: list[Weight], inplace: bool) -> list[list[Array]]:
+    """Return, for each average, its leaves after the step ``a + w (x - a)`` with its weight.
+
+    A weight of exactly 1 copies, one of exactly 0 does nothing; integers and bools take the newest value.
+    """
+    averages, news = groups
+    return [
+        [_lerp_leaf(old, new, float(weight), inplace) for old, new in zip(olds, news, strict=True)]
+        for olds, weight in zip(averages, weights, strict=True)
+    ]
+
+
+def apply(
+    groups: Groups,
+    count: Count,
+    fn: Callable[..., Any],
+    grouped: bool,
+    inplace: bool,
+    where: Callable[[int], str],
+) -> list[Array]:
+    """Return the leaves of one average after ``fn(avg, new, count)``; integers and bools take the newest value."""
+    if grouped:
+        raise TypeError("a multi_avg_fn works on torch tensors only; use AvgFn for numpy arrays")
+    (olds,), news = groups
+    leaves = []
+    for index, (old, new) in enumerate(zip(olds, news, strict=True)):
+        if _kind(old) in (dtypes.BOOL, dtypes.INTEGER):
+            leaves.append(_lerp_leaf(old, new, 1.0, inplace))
+            continue
+        common = np.promote_types(old.dtype, new.dtype)
+        moved = np.asarray(fn(old.astype(common, copy=False), new.astype(common, copy=False), int(count)))
+        if moved.shape != old.shape:
+            raise ValueError(
+                f"{where(index)}: avg_fn must return the new average, an array of shape {old.shape}, "
+                f"got shape {moved.shape}"
+            )
+        target = old if inplace else np.empty_like(old)
+        target[...] = moved
+        leaves.append(target)
+    return leaves
+
+
+def _kind(array: Array) -> int:
+    return dtypes.kind_of(array.dtype.name) or 0
+
+
+def _lerp_leaf(old: Array, new: Array, weight: float, inplace: bool) -> Array:
+    if weight == 0:
+        return old
+    if weight == 1 or _kind(old) in (dtypes.BOOL, dtypes.INTEGER):
+        target = old if inplace else np.empty_like(old)
+        target[...] = new
+        return target
+    target = old if inplace else old.copy()
+    scratch = np.empty(min(BLOCK, old.size), old.dtype)
+    for part, new_part in _blocks(target, new):
+        _lerp_block(part, new_part, weight, scratch[: part.size].reshape(part.shape))
+    return target
+
+
+def _lerp_block(old: Array, new: Array, weight: float, scratch: Array) -> None:
+    """Write one step into a block, in the form that is exact at its nearer end."""
+    scratch[...] = new  # converts
+    if weight < 0.5:
+        np.subtract(scratch, old, out=scratch)
+        np.multiply(scratch, weight, out=scratch)
+        np.add(old, scratch, out=old)
+    else:
+        np.subtract(scratch, old, out=old)
+        np.multiply(old, 1 - weight, out=old)
+        np.subtract(scratch, old, out=old)
+
+
+def _blocks(old: Array, new: Array) -> Iterator[tuple[Array, Array]]:
+    """Yield the same parts of two arrays of one shape, as views, none larger than a block."""
+    if old.size <= BLOCK:
+        yield old, new
+    elif old.ndim > 1 and old.flags.c_contiguous and new.flags.c_contiguous:
+        yield from _blocks(old.reshape(-1), new.reshape(-1))
+    elif old.ndim > 1 and old.flags.f_contiguous and new.flags.f_contiguous:
+        yield from _blocks(old.T.reshape(-1), new.T.reshape(-1))
+    else:
+        axis = int(np.argmax(old.shape))
+        length = max(1, BLOCK * old.shape[axis] // old.size)
+        ahead = (slice(None),) * axis
+        for start in range(0, old.shape[axis], length):
+            part = (*ahead, slice(start, start + length))
+            yield from _blocks(old[part], new[part])

@@ -1,0 +1,245 @@
+"""Plans: what an update intends, checked as a whole and then carried out.
+
+A rule touches no array. It returns the next state, in which what changes is an intention over whole trees.
+``run`` checks every intention before the first write, then hands the leaves to the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from functavg import kernels, trees
+from functavg.kernels import dtypes
+from functavg.scalars import check_weight, identity, is_host
+from functavg.state import Count, PyTree, Weight
+
+
+@dataclass(frozen=True, eq=False)
+class Lerp:
+    """The intention ``old + weight * (new - old)``; ``old`` may be an intention itself, carried out before."""
+
+    old: PyTree | Lerp
+    new: PyTree
+    weight: Weight
+
+
+@dataclass(frozen=True, eq=False)
+class Apply:
+    """The intention ``fn(old, new, count)`` leaf by leaf, or ``fn(olds, news, count)`` in place by groups."""
+
+    old: PyTree
+    new: PyTree
+    count: Count
+    fn: Callable[..., Any]
+    grouped: bool = False
+
+
+Intention = (Lerp, Apply)
+
+
+def run(planned: PyTree, *, inplace: bool = False) -> PyTree:
+    """Carry out a plan: return it with every intention replaced by its result.
+
+    Args:
+        planned: any tree with intentions among its leaves, most often an ``AverageState``.
+        inplace: whether the memory of what is old may be reused, where it is mutable.
+
+    Raises:
+        TypeError, ValueError: an intention does not fit; nothing was written.
+    """
+    nodes, spec = trees.flatten(planned)
+    flat: list[Any] = []
+    jobs = {index: _Job(node, flat, inplace) for index, node in enumerate(nodes) if isinstance(node, Intention)}
+    batches = _batches([part for job in jobs.values() for part in job.parts])
+    prepared = [(batch, batch[0].prepare([part.olds for part in batch])) for batch in batches]
+    for batch, groups in prepared:
+        batch[0].carry_out(batch, groups, inplace)
+    for index, job in jobs.items():
+        nodes[index] = job.result()
+    return trees.unflatten(spec, nodes)
+
+
+class _Job:
+    """One intention with its trees flattened, paired by path and divided into parts of one kernel."""
+
+    def __init__(self, intention: Lerp | Apply, flat: list[Any], inplace: bool) -> None:
+        steps, self.tree = _chain(intention)
+        self.apply = intention if isinstance(intention, Apply) else None
+        self.olds, self.spec = _flatten(self.tree, flat)
+        self.steps = []
+        for new, weight in steps:
+            leaves, spec = _flatten(new, flat)
+            self.steps.append((trees.align(self.spec, spec, leaves), weight))
+        self.parts = self._whole() or self._divided(inplace)
+
+    def where(self, index: int) -> str:
+        """Return the path of a leaf."""
+        return trees.paths(self.spec)[index]
+
+    def result(self) -> PyTree:
+        """Return the tree after all parts were carried out; the old one itself where no leaf is a new object."""
+        leaves = list(self.olds)
+        for part in self.parts:
+            for indices, leaf in zip(part.places, part.results, strict=True):
+                for index in indices:
+                    leaves[index] = leaf
+        if all(new is old for new, old in zip(leaves, self.olds, strict=True)):
+            return self.tree
+        return trees.unflatten(self.spec, leaves)
+
+    def _whole(self) -> list[_Part] | None:
+        """Return one part with all leaves, where one kernel takes them all and none shares memory."""
+        names = {kernels.kernel_name_of(kind) for kind in set(map(type, self.olds))}
+        if len(names) != 1 or None in names or len(set(map(identity, self.olds))) != len(self.olds):
+            return None
+        places = [(index,) for index in range(len(self.olds))]
+        return [_Part(self, kernels.load(names.pop()), places, self.olds, self.steps)]
+
+    def _divided(self, inplace: bool) -> list[_Part]:
+        """Return the parts, with each pair of the same two mutable arrays once.
+
+        Raises:
+            TypeError: the average holds something that is no array.
+            ValueError: in place, where the average shares one array and the params do not.
+        """
+        places: dict[str, dict[Hashable, list[int]]] = {}
+        holders: dict[Hashable, int] = {}
+        for index, old in enumerate(self.olds):
+            name = kernels.kernel_name(old)
+            if name is None:
+                raise TypeError(f"{self.where(index)}: the average holds {type(old).__name__}, which is no array")
+            pair: Hashable = (index,)
+            if _is_shareable(old):
+                news = [leaves[index] for leaves, _ in self.steps]
+                pair = tuple(map(identity, (old, *news)))
+                first = holders.setdefault(identity(old), index)
+                if inplace and any(leaves[first] is not leaves[index] for leaves, _ in self.steps):
+                    raise ValueError(
+                        f"{self.where(first)} and {self.where(index)} share one array in the average, but not in the "
+                        "params; an update in place would mix them. Update with inplace=False, which parts them, or "
+                        "start anew with `init`"
+                    )
+            places.setdefault(name, {}).setdefault(pair, []).append(index)
+        parts = []
+        for name, pairs in places.items():
+            firsts = [indices[0] for indices in pairs.values()]
+            parts.append(
+                _Part(
+                    self,
+                    kernels.load(name),
+                    list(pairs.values()),
+                    [self.olds[index] for index in firsts],
+                    [([leaves[index] for index in firsts], weight) for leaves, weight in self.steps],
+                )
+            )
+        return parts
+
+
+@dataclass(eq=False)
+class _Part:
+    """Those distinct leaves of an intention that one kernel takes."""
+
+    job: _Job
+    kernel: Any
+    places: Sequence[Sequence[int]]
+    olds: list[Any]
+    steps: list[tuple[list[Any], Weight]]
+    results: Sequence[Any] = ()
+
+    def where(self, index: int) -> str:
+        """Return the path of a leaf."""
+        return self.job.where(self.places[index][0])
+
+    def prepare(self, averages: list[list[Any]]) -> Any:
+        """Check that the averages can take all that is to go into them; return the groups of the first step."""
+        groups = [self.kernel.prepared(averages, news, self.where) for news, _ in self.steps]
+        return groups[0]
+
+    def carry_out(self, batch: list[_Part], groups: Any, inplace: bool) -> None:
+        """Carry out this part, and those batched with it, which read the same new leaves."""
+        if self.job.apply is not None:
+            apply = self.job.apply
+            self.results = self.kernel.apply(groups, apply.count, apply.fn, apply.grouped, inplace, self.where)
+            return
+        results = self.kernel.lerp(groups, [part.steps[0][1] for part in batch], inplace)
+        for part, leaves in zip(batch, results, strict=True):
+            part.results = leaves
+        for news, weight in self.steps[1:]:
+            groups = self.kernel.prepared([list(self.results)], news, self.where)
+            (self.results,) = self.kernel.lerp(groups, [weight], True)
+
+
+def _flatten(tree: PyTree, flat: list[Any]) -> tuple[list[Any], Any]:
+    """Flatten a tree once, however many intentions name it."""
+    for known, leaves, spec in flat:
+        if known is tree:
+            return leaves, spec
+    leaves, spec = trees.flatten(tree)
+    flat.append((tree, leaves, spec))
+    return leaves, spec
+
+
+def _chain(intention: Lerp | Apply) -> tuple[list[tuple[PyTree, Weight]], PyTree]:
+    """Return the steps of nested intentions in the order in which they are taken, and what they start from.
+
+    Steps that a host weight of 0 closes are left out, so that a first step in a chain makes new arrays.
+    """
+    if isinstance(intention, Apply):
+        return [(intention.new, 1)], intention.old
+    steps: list[tuple[PyTree, Weight]] = []
+    node: Any = intention
+    while isinstance(node, Lerp):
+        steps.append((node.new, check_weight(node.weight)))
+        node = node.old
+    steps.reverse()
+    moving = [(new, weight) for new, weight in steps if not (is_host(weight) and weight == 0)]
+    return moving or steps[-1:], node
+
+
+def _batches(parts: list[_Part]) -> list[list[_Part]]:
+    """Return the parts, those together that take one step towards the same new leaves."""
+    if len(parts) == 1:
+        return [parts]
+    batches: dict[Hashable, list[_Part]] = {}
+    for part in parts:
+        alone = part.job.apply is not None or len(part.steps) != 1
+        key: Hashable = id(part) if alone else (part.kernel.__name__, *map(id, part.steps[0][0]))
+        batches.setdefault(key, []).append(part)
+    return list(batches.values())
+
+
+def copied(params: PyTree, *, dtype: Any = None, device: Any = None) -> PyTree:
+    """Return a tree of new arrays to start an average from; mutable arrays that are shared stay shared.
+
+    Raises:
+        TypeError: a leaf cannot be averaged; the message names it.
+    """
+    held = dtypes.check_dtype(dtype)
+    leaves, spec = trees.flatten(params)
+    for index, leaf in enumerate(leaves):
+        name = kernels.kernel_name(leaf)
+        reason = "it is no array" if name is None else kernels.load(name).refusal(leaf)
+        if reason is not None:
+            raise TypeError(_refused(trees.paths(spec)[index], leaf, reason))
+    made: dict[Hashable, Any] = {}
+    for index, leaf in enumerate(leaves):
+        key: Hashable = id(leaf) if _is_shareable(leaf) else (index,)
+        if key not in made:
+            made[key] = kernels.load(kernels.kernel_name(leaf)).copied(leaf, held, device)
+        leaves[index] = made[key]
+    return trees.unflatten(spec, leaves)
+
+
+def _refused(path: str, leaf: Any, reason: str) -> str:
+    advice = "leave it out of the params"
+    if hasattr(leaf, "named_parameters"):
+        advice = "pass dict(module.named_parameters()), or use functavg.AveragedModel"
+    return f"{path}: cannot average {type(leaf).__name__}: {reason}. Expected a dense array of numbers; {advice}"
+
+
+def _is_shareable(leaf: Any) -> bool:
+    """Tell whether the identity of a leaf means that memory is shared: not for scalars and immutable arrays."""
+    name = kernels.kernel_name(leaf)
+    return name is not None and kernels.load(name).MUTABLE and hasattr(leaf, "__setitem__")

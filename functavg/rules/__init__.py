@@ -1,0 +1,1 @@
+"""Rules: one formula a class."""

@@ -1,0 +1,117 @@
+"""What every rule is: a plan for one update, and for most a weight."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from functavg.plan import Lerp, copied, run
+from functavg.scalars import check_count, lift
+from functavg.state import AverageState, Count, PyTree, T, Weight
+
+
+class AveragingRule(ABC):
+    """A rule for running averages: pure functions ``init`` and ``update`` over a state that is all there is.
+
+    A rule is a frozen dataclass: it prints as the call that makes it, compares, hashes and pickles. One that
+    overrides ``plan`` (and ``init``, where it has memory) can average by anything; one whose step has a single
+    weight derives from :class:`WeightRule` instead.
+
+    Example:
+        >>> import functavg, numpy as np
+        >>> rule = functavg.EMA(0.9)
+        >>> state = rule.init({"w": np.zeros(1)})
+        >>> state = rule.update({"w": np.zeros(1)}, state)
+        >>> state = rule.update({"w": np.ones(1)}, state)
+        >>> state.count, state.average["w"].round(6).tolist()
+        (2, [0.1])
+
+    Source: the shape of the API is that of optax.GradientTransformation.
+    """
+
+    def init(self, params: T, /, *, dtype: Any = None, device: Any = None) -> AverageState[T]:
+        """Return the state before the first update: count 0 and a copy of the params as the average.
+
+        Args:
+            params: any pytree of arrays; real and complex leaves are averaged, integers and bools take the newest
+                value, Python numbers are 0-d arrays and ``None`` is structure.
+            dtype: dtype of the real leaves of the average, complex ones take its complex counterpart. Default: that
+                of the params, and float32 for those of less than 32 bits.
+            device: where the average lives. Default: where the params are.
+
+        Returns:
+            The state; its average shares no memory with the params.
+
+        Raises:
+            TypeError: a leaf cannot be averaged (sparse, quantised, no array), named by its path.
+            ValueError: ``dtype`` cannot hold an average.
+        """
+        return AverageState(0, copied(params, dtype=dtype, device=device), ())
+
+    @abstractmethod
+    def plan(self, params: PyTree, state: AverageState[Any], steps: Count) -> AverageState[Any]:
+        """Return the next state, in which what changes is an intention (see ``functavg.plan``). Touches no array.
+
+        Args:
+            params: the newest iterate.
+            state: the state before.
+            steps: the number of steps since the last update.
+        """
+
+    def update(self, params: T, state: AverageState[T], /, *, steps: Count = 1, inplace: bool = False) -> AverageState[T]:
+        """Return the state after averaging in one more iterate.
+
+        Args:
+            params: the newest iterate, with the structure, shapes and kinds of leaves that ``init`` saw; dtypes and
+                devices may differ.
+            state: the state before.
+            steps: the number of steps since the last update, a positive integer. Default: 1.
+            inplace: whether to reuse the memory of the average. ``state`` must then not be used again.
+                Default: ``False``, which leaves ``state`` as it is; what did not change is shared with it.
+
+        Returns:
+            The next state.
+
+        Raises:
+            TypeError, ValueError: the params do not fit the state, or an argument is out of range. Nothing was
+                changed then.
+        """
+        if not isinstance(state, AverageState):
+            swapped = " (are `params` and `state` swapped?)" if isinstance(params, AverageState) else ""
+            raise TypeError(f"update(params, state): state must be an AverageState, got {type(state).__name__}{swapped}")
+        if isinstance(params, AverageState):
+            raise TypeError("update(params, state): params must be a tree of arrays, got an AverageState")
+        check_count(state.count, "state.count", 0)
+        return run(self.plan(params, state, check_count(steps, "steps", 1)), inplace=inplace)
+
+
+class WeightRule(AveragingRule):
+    """A rule of one formula, the weight of the newest iterate: ``average + weight * (params - average)``.
+
+    A custom rule overrides ``weight`` and nothing else.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import functavg, numpy as np
+        >>> @dataclass(frozen=True)
+        ... class Half(functavg.WeightRule):
+        ...     def weight(self, count, steps):
+        ...         return 0.5
+        >>> rule = Half()
+        >>> rule.update(np.ones(2), rule.init(np.zeros(2))).average
+        array([0.5, 0.5])
+    """
+
+    @abstractmethod
+    def weight(self, count: Weight, steps: Weight) -> Weight:
+        """Return the weight of the newest iterate.
+
+        Args:
+            count: steps averaged before, a host number, or a 0-d array where the state's count is one.
+            steps: steps since the last update, likewise.
+        """
+
+    def plan(self, params: PyTree, state: AverageState[Any], steps: Count) -> AverageState[Any]:
+        """Return the next state, its average as the intention ``Lerp(average, params, weight)``."""
+        weight = self.weight(lift(state.count), lift(steps))
+        return AverageState(state.count + steps, Lerp(state.average, params, weight), state.memory)

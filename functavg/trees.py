@@ -1,0 +1,122 @@
+"""Trees: flattening, pairing by path, names of leaves. The only importer of optree."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import optree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from functavg.state import PyTree
+
+NAMESPACE = "functavg"
+
+# Types of leaves that were already held against JAX's registry of nodes.
+_seen_by_jax: set[type] = set()
+
+
+def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Return the leaves and the structure of a tree; ``None`` is structure.
+
+    Containers are optree's. Where the user has loaded JAX, nodes registered with ``jax.tree_util`` are nodes too.
+    """
+    leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
+    if "jax" in sys.modules and _register_jax_nodes(leaves):
+        return flatten(tree)
+    return leaves, spec
+
+
+def unflatten(spec: optree.PyTreeSpec, leaves: Sequence[Any]) -> PyTree:
+    """Return the tree of this structure and these leaves."""
+    return optree.tree_unflatten(spec, leaves)
+
+
+def tree_map(fn: Callable[..., Any], tree: PyTree) -> PyTree:
+    """Return the tree with ``fn`` applied to each leaf."""
+    leaves, spec = flatten(tree)
+    return unflatten(spec, [fn(leaf) for leaf in leaves])
+
+
+def register(node: type, flatten_func: Callable[[Any], Any], unflatten_func: Callable[[Any, Any], Any]) -> None:
+    """Make instances of a class containers of trees."""
+    optree.register_pytree_node(node, flatten_func, unflatten_func, namespace=NAMESPACE)
+
+
+def paths(spec: optree.PyTreeSpec) -> list[str]:
+    """Return where each leaf stands, as the expression that reads it: ``tree['encoder']['weight']``."""
+    return [accessor.codify("tree") for accessor in optree.treespec_accessors(spec)]
+
+
+def names(spec: optree.PyTreeSpec) -> list[str]:
+    """Return the keys of each leaf joined by dots, as ``torch.nn.Module.named_parameters`` does."""
+    return [".".join(map(str, path)) for path in spec.paths()]
+
+
+def prefix_leaves(prefix: PyTree, tree: PyTree) -> list[Any]:
+    """Return the leaf of ``prefix`` above each leaf of ``tree``; ValueError where it is not a prefix."""
+    return optree.broadcast_prefix(prefix, tree, namespace=NAMESPACE)
+
+
+def align(old: optree.PyTreeSpec, new: optree.PyTreeSpec, leaves: list[Any]) -> list[Any]:
+    """Return the leaves of ``new`` in the order of ``old``, paired by path.
+
+    Raises:
+        ValueError: the two do not have the same paths; the message names what is missing and what is unexpected.
+    """
+    if old == new:
+        return leaves
+    by_path = dict(zip(new.paths(), leaves, strict=True))
+    old_paths = old.paths()
+    if set(old_paths) == by_path.keys():
+        return [by_path[path] for path in old_paths]
+    known, given = dict.fromkeys(paths(old)), dict.fromkeys(paths(new))
+    missing = [path for path in known if path not in given]
+    unexpected = [path for path in given if path not in known]
+    raise ValueError(
+        "the params do not have the structure of the average: "
+        f"missing {_some(missing)}; unexpected {_some(unexpected)}. "
+        f"Expected {old.num_leaves} leaves, got {new.num_leaves}. Pass the tree that `init` saw, "
+        "or grow the state with `functavg.extend(rule, state, params)`"
+    )
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    """Return names for a message, cut where there are many."""
+    shown = ", ".join(names[:most]) or "nothing"
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _register_jax_nodes(leaves: list[Any]) -> bool:
+    """Register with optree the classes among the leaves that JAX knows as nodes; tell whether there were any."""
+    unknown = set(map(type, leaves)) - _seen_by_jax
+    if not unknown:
+        return False
+    _seen_by_jax.update(unknown)
+    jax = sys.modules["jax"]
+    found = False
+    for leaf in leaves:
+        node = type(leaf)
+        if node in unknown and not jax.tree_util.all_leaves([leaf]):
+            unknown.discard(node)
+            optree.register_pytree_node(node, _flatten_jax_node, _unflatten_jax_node, namespace=NAMESPACE)
+            found = True
+    return found
+
+
+def _flatten_jax_node(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
+    children, spec = sys.modules["jax"].tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
+    return [child for _, child in children], spec, tuple(_jax_key(path[0]) for path, _ in children)
+
+
+def _unflatten_jax_node(spec: Any, children: Any) -> Any:
+    return spec.unflatten(children)
+
+
+def _jax_key(entry: Any) -> Any:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    return str(entry)
