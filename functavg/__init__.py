@@ -1,4 +1,8 @@
-"""Averages of the weights of a model while it trains."""
+"""Averages of the weights of a model while it trains.
+
+Pure rules over trees of arrays (``EMA(0.999).init``, ``.update``), and ``AveragedModel``, their adapter to torch
+modules. Importing this package loads no array library but numpy; names that need torch load it when they are used.
+"""
 
 from __future__ import annotations
 
@@ -19,3 +23,65 @@ from functavg.rules.functions import WeightFn as WeightFn
 from functavg.rules.power import PowerEMA as PowerEMA
 from functavg.rules.swa import SWA as SWA
 from functavg.state import AverageState as AverageState
+
+if TYPE_CHECKING:
+    from functavg import swa_utils as swa_utils
+    from functavg.nn.averaged_model import AveragedModel as AveragedModel
+    from functavg.nn.batch_norm import update_bn as update_bn
+    from functavg.nn.functions import MultiAvgFn as MultiAvgFn
+    from functavg.nn.functions import get_ema_avg_fn as get_ema_avg_fn
+    from functavg.nn.functions import get_ema_multi_avg_fn as get_ema_multi_avg_fn
+    from functavg.nn.functions import get_swa_avg_fn as get_swa_avg_fn
+    from functavg.nn.functions import get_swa_multi_avg_fn as get_swa_multi_avg_fn
+    from functavg.nn.swap import swapped as swapped
+
+__version__ = "0.1.0"
+
+_NEEDS_TORCH = {
+    "AveragedModel": "functavg.nn.averaged_model",
+    "MultiAvgFn": "functavg.nn.functions",
+    "get_ema_avg_fn": "functavg.nn.functions",
+    "get_ema_multi_avg_fn": "functavg.nn.functions",
+    "get_swa_avg_fn": "functavg.nn.functions",
+    "get_swa_multi_avg_fn": "functavg.nn.functions",
+    "swapped": "functavg.nn.swap",
+    "update_bn": "functavg.nn.batch_norm",
+}
+
+__all__ = [
+    "EMA",
+    "SWA",
+    "AverageState",
+    "AveragedModel",
+    "AveragingRule",
+    "AvgFn",
+    "Copy",
+    "Freeze",
+    "MultiAvgFn",
+    "PowerEMA",
+    "WeightFn",
+    "WeightRule",
+    "cast_like",
+    "extend",
+    "get_ema_avg_fn",
+    "get_ema_multi_avg_fn",
+    "get_swa_avg_fn",
+    "get_swa_multi_avg_fn",
+    "lerp",
+    "swa_utils",
+    "swapped",
+    "units",
+    "update_bn",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NEEDS_TORCH:
+        return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
+    if name == "swa_utils":
+        return importlib.import_module("functavg.swa_utils")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

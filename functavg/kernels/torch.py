@@ -318,7 +318,7 @@ def apply(
         else:
             device = olds[0].device
             if device not in counts:
-                counts[device] = torch.as_tensor(count, dtype=torch.int64, device=device)
+                counts[device] = torch.full((), count, device=device) if is_host(count) else count.to(device)
             call = _apply_grouped if grouped else _apply_each
             leaves = call(group, counts[device], fn, inplace, where)
         for index, leaf in zip(group.indices, leaves, strict=True):

@@ -76,13 +76,22 @@ class AveragingRule(ABC):
             TypeError, ValueError: the params do not fit the state, or an argument is out of range. Nothing was
                 changed then.
         """
-        if not isinstance(state, AverageState):
-            swapped = " (are `params` and `state` swapped?)" if isinstance(params, AverageState) else ""
-            raise TypeError(f"update(params, state): state must be an AverageState, got {type(state).__name__}{swapped}")
-        if isinstance(params, AverageState):
-            raise TypeError("update(params, state): params must be a tree of arrays, got an AverageState")
-        check_count(state.count, "state.count", 0)
-        return run(self.plan(params, state, check_count(steps, "steps", 1)), inplace=inplace)
+        return run(planned(self, params, state, steps), inplace=inplace)
+
+
+def planned(rule: AveragingRule, params: PyTree, state: AverageState[Any], steps: Count) -> AverageState[Any]:
+    """Return the plan of one update after checking its arguments, without carrying it out.
+
+    Raises:
+        TypeError, ValueError: an argument is none of the kind, or out of range.
+    """
+    if not isinstance(state, AverageState):
+        swapped = " (are `params` and `state` swapped?)" if isinstance(params, AverageState) else ""
+        raise TypeError(f"update(params, state): state must be an AverageState, got {type(state).__name__}{swapped}")
+    if isinstance(params, AverageState):
+        raise TypeError("update(params, state): params must be a tree of arrays, got an AverageState")
+    check_count(state.count, "state.count", 0)
+    return rule.plan(params, state, check_count(steps, "steps", 1))
 
 
 class WeightRule(AveragingRule):

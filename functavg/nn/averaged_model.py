@@ -1,0 +1,331 @@
+"""A module that averages another: pairs tensors, calls a rule, keeps a count."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel as TorchAveragedModel
+from torch.utils.hooks import RemovableHandle
+
+from functavg.nn import buffers, pairing
+from functavg.nn.beside import Beside
+from functavg.nn.copying import twin
+from functavg.nn.functions import MultiAvgFn
+from functavg.nn.precision import WideValues
+from functavg.nn.writing import write
+from functavg.plan import Lerp, run
+from functavg.rules.base import AveragingRule, planned
+from functavg.rules.functions import AvgFn
+from functavg.rules.swa import SWA
+from functavg.state import AverageState, Count
+
+
+class AveragedModel(TorchAveragedModel):
+    """A copy of a model that holds a running average of its weights.
+
+    With ``a`` the parameters of ``module``, ``x`` those of the model and ``n`` the count ``n_averaged``, each
+    ``update_parameters`` is ``a + w(n) (x - a)`` with the weight ``w`` of the rule; the first one copies. Parameters
+    are paired by name, whatever wraps the model. Those of less than 32 bits are averaged in float32: the module then
+    holds the rounding of the average, and ``state_dict`` stores the average itself.
+
+    Args:
+        model: the model to average. It is copied, without wrappers and gradients.
+        device: where the average lives. Default: where the model is.
+        avg_fn: ``fn(averaged, current, n_averaged) -> averaged`` for each parameter.
+        multi_avg_fn: ``fn(averaged_list, current_list, n_averaged)`` for many parameters in place.
+        use_buffers: whether real and complex buffers are averaged too, or ``f(name, buffer) -> bool``. Others are
+            copied from the model at each update. Default: ``False``.
+        rule: the rule to average by. Default: ``SWA()``, the equal mean.
+        module: a ready copy of the model to hold the average, such as a sharded one; it is overwritten.
+        dtype: dtype that the average is held in. Default: that of the parameters, at least float32.
+
+    Raises:
+        AssertionError: more than one of ``avg_fn``, ``multi_avg_fn`` and ``rule`` was given.
+        TypeError: the model cannot be averaged (FSDP1, uninitialised parameters) or copied, or ``rule`` is none.
+
+    Example:
+        >>> import functavg, torch
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> averaged = functavg.AveragedModel(model, rule=functavg.EMA(0.75))
+        >>> for value in (0.0, 1.0):
+        ...     _ = torch.nn.init.constant_(model.weight, value)
+        ...     averaged.update_parameters(model)
+        >>> averaged.module.weight.item(), averaged.n_averaged.item()
+        (0.25, 2)
+
+    Source: torch.optim.swa_utils.AveragedModel.
+    """
+
+    n_averaged: Tensor
+
+    def __init__(
+        self,
+        model: Module,
+        device: int | str | torch.device | None = None,
+        avg_fn: Callable[[Tensor, Tensor, Any], Tensor] | None = None,
+        multi_avg_fn: Callable[[Any, Any, Any], None] | None = None,
+        use_buffers: buffers.UseBuffers = False,
+        *,
+        rule: AveragingRule | None = None,
+        module: Module | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> None:
+        Module.__init__(self)
+        if callable(device):  # torch's documentation passes a multi_avg_fn in this place
+            if multi_avg_fn is not None:
+                raise AssertionError("two multi_avg_fn were given: by name, and in the place of device")
+            device, multi_avg_fn = None, device
+        if sum(given is not None for given in (avg_fn, multi_avg_fn, rule)) > 1:
+            raise AssertionError("Only one of avg_fn, multi_avg_fn and rule should be provided")
+        if rule is not None and not isinstance(rule, AveragingRule):
+            raise TypeError(f"rule must be an AveragingRule such as functavg.EMA(0.999), got {rule!r}")
+        self.avg_fn = avg_fn
+        self.multi_avg_fn = multi_avg_fn
+        self.use_buffers = use_buffers  # type: ignore[assignment]
+        self._rule = rule
+        self._wide = WideValues(dtype)
+        self._count = 0
+        self._counted: tuple[Tensor, int] | None = None
+        self._loaded: dict[str, Tensor] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            self.module = twin(model) if module is None else module
+            if device is not None:
+                self.module = self.module.to(device)
+            self._wide.narrow(tensor for _, tensor in pairing.tensors(self.module))
+            self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.int64, device=device))
+        if module is not None:
+            write(self.module, dict(pairing.tensors(model)))
+        self._beside = Beside(self.rule, self._wide.get(self._averaged()))
+        self.register_load_state_dict_post_hook(_finish_loading)
+
+    @property
+    def rule(self) -> AveragingRule:
+        """The rule that updates follow: that of ``multi_avg_fn`` or ``avg_fn``, else the one given, else ``SWA()``."""
+        if self.multi_avg_fn is not None:
+            return getattr(self.multi_avg_fn, "rule", None) or MultiAvgFn(self.multi_avg_fn)
+        if self.avg_fn is not None:
+            return getattr(self.avg_fn, "rule", None) or AvgFn(self.avg_fn)
+        return self._rule or SWA()
+
+    @property
+    def state(self) -> AverageState[Any]:
+        """The state behind the module: the count, the averages by name (not copies) and the memory of the rule."""
+        values = {name: value.detach() for name, value in self._wide.get(self._averaged()).items()}
+        return self._beside.state(self._read_count(), values)
+
+    def extra_repr(self) -> str:
+        """Show the rule."""
+        return f"rule={self.rule!r}, use_buffers={self.use_buffers!r}"
+
+    # ---- averaging
+
+    def update_parameters(self, model: Module, *, steps: Count = 1) -> None:
+        """Average in the parameters of a model.
+
+        Args:
+            model: the model, in any wrapper, with the parameters that the average has, by name and shape.
+            steps: the number of steps since the last update, a positive integer. Default: 1.
+
+        Raises:
+            TypeError, ValueError: the model does not fit; the message names the parameters. Nothing was changed then.
+        """
+        pairing.reshard(model)
+        pairing.reshard(self.module)
+        found = pairing.pairs(self.module, model)
+        copies = buffers.divide(found, self.use_buffers)
+        values = self._wide.get(found.averages)
+        state = planned(self.rule, found.news, self._beside.state(self._read_count(), values), steps)
+        state, _ = run((state, Lerp(copies.averages, copies.news, 1.0)), inplace=True)
+        buffers.replace(found, copies)
+        self._wide.write(found.averages, values)
+        self._beside.keep(state)
+        self._write_count(state.count)
+
+    def attach(self, optimizer: Optimizer, model: Module) -> RemovableHandle:
+        """Average after every step of an optimizer that changed the model.
+
+        Micro-batches of accumulated gradients are no steps, nor are those that a GradScaler skips because of an
+        overflow. (A fused optimizer knows of an overflow on the device only; there the flag is read.)
+
+        Args:
+            optimizer: the optimizer whose steps to follow.
+            model: the model that it trains.
+
+        Returns:
+            A handle whose ``remove()`` ends it.
+
+        Example:
+            >>> import functavg, torch
+            >>> model = torch.nn.Linear(1, 1)
+            >>> averaged = functavg.AveragedModel(model, rule=functavg.EMA(0.9))
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> handle = averaged.attach(optimizer, model)
+            >>> model(torch.ones(1)).backward()
+            >>> optimizer.step()
+            >>> averaged.n_averaged.item()
+            1
+        """
+
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            del args, kwargs
+            found_inf = getattr(optimizer, "found_inf", None)  # set by GradScaler.step around a fused step
+            if found_inf is None or not found_inf.item():
+                self.update_parameters(model)
+
+        return optimizer.register_step_post_hook(after_step)
+
+    def copy_to(self, model: Module) -> None:
+        """Copy the average into a model for good: all parameters and buffers, in the model's dtypes and devices.
+
+        An average of nothing (count 0) changes nothing.
+
+        Raises:
+            TypeError, ValueError: the model does not have these tensors; nothing was written.
+        """
+        if self._read_count() > 0:
+            write(model, self._wide.get(dict(pairing.tensors(self.module))))
+
+    def _averaged(self) -> dict[str, Tensor]:
+        """Return the tensors that are averaged, by name."""
+        found = pairing.pairs(self.module, self.module)
+        buffers.divide(found, self.use_buffers)
+        return found.averages
+
+    # ---- the count
+
+    def _read_count(self) -> int:
+        """Return the count, off an accelerator only where it may have changed since it was last read or written."""
+        buffer = self.n_averaged
+        if not buffer.is_meta and (buffer.device.type == "cpu" or not self._is_counted(buffer)):
+            self._count = int(buffer)
+            self._mark_count()
+        return self._count
+
+    def _write_count(self, count: int) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            if self.n_averaged.is_inference():
+                self.n_averaged = torch.full_like(self.n_averaged, count)
+            else:
+                self.n_averaged.fill_(count)
+        self._count = count
+        self._mark_count()
+
+    def _mark_count(self) -> None:
+        buffer = self.n_averaged
+        self._counted = None if buffer.is_inference() else (buffer, buffer._version)
+
+    def _is_counted(self, buffer: Tensor) -> bool:
+        if self._counted is None or buffer.is_inference():
+            return False
+        known, version = self._counted
+        return known is buffer and version == buffer._version
+
+    # ---- moving, copying
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AveragedModel:
+        """Move or convert, as all of ``to``, ``half``, ``cuda`` and ``share_memory`` do.
+
+        What becomes low precision keeps its value beside it, what becomes wide takes that value back.
+        """
+        tensors = self._wide.get(self._averaged())
+        before = {name: value.detach() for name, value in tensors.items()}
+        count = self.n_averaged
+        super()._apply(fn, recurse)
+        self._wide.move(self._averaged(), before, fn)
+        self._beside.map_tensors(fn)
+        if self.n_averaged.dtype != torch.int64:
+            self.n_averaged = count.to(self.n_averaged.device)
+        return self
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> AveragedModel:
+        """Move without copying values; nothing is averaged then, and the count is 0."""
+        super().to_empty(device=device, recurse=recurse)
+        self._wide.clear()
+        self._write_count(0)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for copies and pickles, in which no version is that of the original."""
+        return self.__dict__ | {"_counted": None}
+
+    # ---- saving, loading
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a dictionary of the state: ``n_averaged`` and ``module.*`` as torch's, low precision as float32.
+
+        The memory of a rule that has one is in ``_extra_state``.
+        """
+        destination = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "") + "module."
+        tensors = {name: tensor for name, tensor in self._own_tensors().items() if prefix + name in destination}
+        for name, value in self._wide.get(tensors).items():
+            if value is not tensors[name]:
+                destination[prefix + name] = value
+        if destination.get(prefix.removesuffix("module.") + "_extra_state", ...) is None:
+            del destination[prefix.removesuffix("module.") + "_extra_state"]
+        return destination
+
+    def get_extra_state(self) -> dict[str, Any] | None:
+        """Return the memory of the rule, and averages beside the first, as tensors and numbers by path."""
+        return self._beside.extra_state()
+
+    def set_extra_state(self, state: dict[str, Any] | None) -> None:
+        """Take over what ``get_extra_state`` returned.
+
+        Raises:
+            ValueError: it is that of another rule or of another model.
+        """
+        self._beside.load(state)
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """Return all tensors of the module by the names that its state_dict has."""
+        return dict(self.module.named_parameters(remove_duplicate=False)) | dict(
+            self.module.named_buffers(remove_duplicate=False)
+        )
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load the count, and put aside the wide values: the module is loaded with their rounding."""
+        tensors = self._own_tensors()
+        self._loaded = {}
+        for name, value in self._wide.get(tensors).items():
+            new = state_dict.get(f"{prefix}module.{name}")
+            if isinstance(new, Tensor) and value is not tensors[name] and new.dtype != tensors[name].dtype:
+                self._loaded[name] = new
+                state_dict[f"{prefix}module.{name}"] = new.to(tensors[name].dtype)
+        super()._load_from_state_dict(  # type: ignore[no-untyped-call]
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if f"{prefix}_extra_state" in missing_keys and self.get_extra_state() is None:
+            missing_keys.remove(f"{prefix}_extra_state")
+        if f"{prefix}n_averaged" in missing_keys and any(key.startswith(f"{prefix}module.") for key in state_dict):
+            warnings.warn(
+                f"the state_dict has no {prefix}n_averaged: its weights are taken for an average of count 1, "
+                "so the next update averages them instead of replacing them",
+                stacklevel=2,
+            )
+            self._write_count(1)
+
+
+def _finish_loading(averaged: Module, incompatible_keys: Any) -> None:
+    """Remember the wide values of the tensors that were loaded with their rounding."""
+    del incompatible_keys
+    if isinstance(averaged, AveragedModel):
+        tensors = averaged._own_tensors()
+        for name, value in averaged._loaded.items():
+            averaged._wide.load(tensors[name], value)
+        averaged._loaded = {}

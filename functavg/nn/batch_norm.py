@@ -1,0 +1,214 @@
+"""Re-estimates the statistics of BatchNorm layers, for weights that no training batch has seen."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel
+
+from functavg.kernels.torch import copied, lerp_leaf
+from functavg.nn.pairing import unwrap
+
+_COUNTER = "num_batches_tracked"
+_STATISTICS = ("running_mean", "running_var")
+
+
+@torch.no_grad()
+def update_bn(
+    loader: Iterable[Any],
+    model: Module,
+    device: int | str | torch.device | None = None,
+    *,
+    forward: Callable[[Any, Any], object] | None = None,
+) -> None:
+    """Re-estimate the running statistics of every BatchNorm of a model, in one pass over the data.
+
+    With ``m_b`` the elements per channel that a BatchNorm sees in batch ``b`` of the ``loader`` (samples times positions)
+    and ``mean_b``, ``var_b`` their mean and unbiased variance, its statistics become
+
+    ``running_mean = sum(m_b mean_b) / sum(m_b)`` and ``running_var = sum(m_b var_b) / sum(m_b)``,
+
+    so that a sample weighs the same in a short last batch as in any other. They are summed up in float32 at least.
+
+    A model that is in eval mode, looked at inside all wrappers, trains as a whole for the pass; in one that is in training
+    mode, sub-modules in eval mode are frozen, their statistics too. A BatchNorm that sees no data keeps its statistics.
+    Afterwards each sub-module has its own mode and momentum again, and after an error the statistics it had as well.
+    Code under ``torch.compile`` runs eagerly in the pass, and is not compiled again after it.
+
+    Args:
+        loader: the batches, read once. The model is called with a tensor as it is, with the first element of a list or
+            tuple, and with the items of a mapping as keyword arguments.
+        model: the model, bare or in wrappers such as an AveragedModel.
+        device: where to move the tensors of each batch, in nested containers too. Default: nowhere.
+        forward: called as ``forward(model, batch)``, with the whole batch, instead of all this. Default: ``None``.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: the loader is empty.
+
+    Example:
+        >>> import torch, functavg
+        >>> model = torch.nn.BatchNorm1d(1)
+        >>> functavg.update_bn([torch.zeros(98, 1), torch.full((2, 1), 100.0)], model)
+        >>> model.running_mean
+        tensor([2.])
+
+    Source: torch.optim.swa_utils.update_bn, which weighs batches alike.
+    """
+    if not isinstance(model, Module):
+        raise TypeError(f"update_bn(loader, model): model must be a torch.nn.Module, got {type(model).__name__}")
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and _has_statistics(module)]
+    if not norms:
+        return
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # nothing is compiled without it, and it takes long to import
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_training(model))
+        for norm in norms:
+            if norm.training:
+                stack.enter_context(_estimating(norm))
+        empty = True
+        for batch in loader:
+            _run(model, batch, device, forward)
+            empty = False
+        if empty:
+            raise ValueError(
+                "the loader is empty, so there is nothing to estimate the statistics from and they stay as they were. "
+                "Pass a loader of at least one batch (a generator yields its batches only once)"
+            )
+
+
+def _has_statistics(norm: _BatchNorm) -> bool:
+    return norm.track_running_stats and all(norm._buffers.get(name) is not None for name in _STATISTICS)
+
+
+# ---- what changes for the pass, and is put back
+
+
+@contextmanager
+def _training(model: Module) -> Iterator[None]:
+    """Put a model that is in eval mode into training mode, and each sub-module back into its own after."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        if not _innermost(model).training:
+            model.train()
+        yield
+    finally:
+        for module, mode in modes.items():
+            if module.training != mode:
+                module.train(mode)  # not only the flag: overrides of `train` merge weights and the like
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _innermost(module: Module) -> Module:
+    """Return the model inside all wrappers and averages."""
+    try:
+        inner = unwrap(module)
+    except TypeError:  # FSDP1, which shards parameters but no buffers
+        return module
+    return _innermost(inner.module) if isinstance(inner, AveragedModel) else inner
+
+
+@contextmanager
+def _estimating(norm: _BatchNorm) -> Iterator[None]:
+    """Give a BatchNorm the statistics of what it sees inside; on an error, or where it sees nothing, those it had.
+
+    With a momentum of 1 the running statistics are those of the newest batch, which a hook averages: summed up in 16 bits
+    they would stop moving after some hundred batches. They stand in tensors beside its own, so that nothing is written
+    to these before all went well.
+    """
+    names = [name for name in (*_STATISTICS, _COUNTER) if norm._buffers.get(name) is not None]
+    own = {name: getattr(norm, name) for name in names}
+    lazy = any(map(is_lazy, own.values()))
+    momentum = norm.momentum
+    averages: dict[str, Tensor] = {}
+    count = 0
+    lock = threading.Lock()  # `seen` may be one of DataParallel's replicas, which run in threads
+
+    def average(seen: _BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        del output
+        nonlocal count
+        size = _elements_per_channel(seen, (*args, *kwargs.values())) if seen.training else 0
+        if size == 0:
+            return
+        with lock:
+            count += size
+            for name in _STATISTICS:
+                if name in averages:
+                    lerp_leaf(averages[name], getattr(seen, name), size / count, inplace=True)
+                else:
+                    averages[name] = copied(getattr(seen, name), None, None)
+
+    handle = norm.register_forward_hook(average, with_kwargs=True)
+    try:
+        norm.momentum = 1.0
+        for name, tensor in own.items():
+            if not is_lazy(tensor):
+                setattr(norm, name, torch.full_like(tensor, name == "running_var"))
+        yield
+        if averages and _COUNTER in own:
+            averages[_COUNTER] = getattr(norm, _COUNTER)
+    except BaseException:
+        averages.clear()
+        raise
+    finally:
+        handle.remove()
+        norm.momentum = momentum
+        for name, tensor in own.items():
+            setattr(norm, name, tensor)
+        if lazy and not any(map(is_lazy, own.values())):
+            norm.reset_running_stats()  # it was initialised in the pass
+        with torch.inference_mode():  # in which any tensor can be written to
+            for name, result in averages.items():
+                own[name].copy_(result)
+
+
+def _elements_per_channel(norm: _BatchNorm, inputs: tuple[Any, ...]) -> int:
+    """Return how many elements of each channel a BatchNorm was called with; 1 where its input is no tensor."""
+    for data in inputs:
+        if isinstance(data, Tensor):
+            return data.numel() // max(1, norm.num_features)
+    return 1
+
+
+# ---- batches
+
+
+def _run(model: Module, batch: Any, device: Any, forward: Callable[[Any, Any], object] | None) -> None:
+    if forward is not None:
+        forward(model, _moved(batch, device))
+    elif isinstance(batch, Mapping):
+        model(**_moved(batch, device))
+    else:
+        model(_moved(batch[0] if isinstance(batch, (list, tuple)) else batch, device))
+
+
+def _moved(batch: Any, device: Any) -> Any:
+    """Return a batch with the tensors in it, at any depth, on a device; the same batch where that is None."""
+    if device is None:
+        return batch
+    if hasattr(batch, "to"):  # a tensor, or a container that knows which of its tensors may move
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        items = {key: _moved(value, device) for key, value in batch.items()}
+        if not isinstance(batch, MutableMapping):
+            return items
+        moved = copy.copy(batch)
+        moved.update(items)
+        return moved
+    if isinstance(batch, tuple) and hasattr(batch, "_make"):  # a namedtuple
+        return batch._make(_moved(value, device) for value in batch)
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_moved(value, device) for value in batch)
+    return batch

@@ -1,0 +1,99 @@
+"""What an AveragedModel keeps beside its module: the memory of its rule, and further averages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from functavg import trees
+from functavg.rules.base import AveragingRule
+from functavg.state import AverageState, Count
+
+Values = dict[str, Tensor]
+
+
+class Beside:
+    """The state of a rule less its count and its first average, which a module holds.
+
+    Args:
+        rule: the rule; one that keeps the ``init`` of its base has nothing beside.
+        values: the tensors to average, by name.
+    """
+
+    def __init__(self, rule: AveragingRule, values: Values) -> None:
+        self.memory: Any = ()
+        self._keys: tuple[str, ...] = ()  # where the first average stands among several
+        self._averages: Any = None  # the averages with None in its place
+        if type(rule).init is not AveragingRule.init:
+            state = rule.init(values)
+            self._keys = _first(state.average, trees.flatten(values)[1])
+            self.keep(state)
+
+    def state(self, count: Count, values: Values) -> AverageState[Any]:
+        """Return the whole state, with the values of the first average."""
+        return AverageState(count, _put(self._averages, self._keys, values), self.memory)
+
+    def keep(self, state: AverageState[Any]) -> None:
+        """Keep what the module does not hold."""
+        self.memory = state.memory
+        self._averages = _put(state.average, self._keys, None)
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Move all tensors as ``fn`` does, without changing their dtypes."""
+
+        def move(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            moved = fn(leaf)
+            return moved if moved.dtype == leaf.dtype else leaf.to(moved.device)
+
+        self.memory, self._averages = trees.tree_map(move, (self.memory, self._averages))
+
+    def extra_state(self) -> dict[str, Any] | None:
+        """Return everything as a plain dict of tensors and numbers by path, None where there is nothing."""
+        leaves, spec = trees.flatten((self._averages, self.memory))
+        return dict(zip(trees.paths(spec), leaves, strict=True)) or None
+
+    def load(self, extra: dict[str, Any] | None) -> None:
+        """Take over what ``extra_state`` returned.
+
+        Raises:
+            ValueError: it is that of another rule or of another model; nothing was changed.
+        """
+        leaves, spec = trees.flatten((self._averages, self.memory))
+        paths = trees.paths(spec)
+        extra = extra or {}
+        if set(paths) != set(extra):
+            lacks, has = sorted(set(paths) - set(extra)), sorted(set(extra) - set(paths))
+            raise ValueError(
+                f"the extra state is that of another rule or model: it lacks {lacks[:4]} and has {has[:4]}. "
+                "Load it into an AveragedModel with the rule that it was saved with"
+            )
+        loaded = [_like(extra[path], leaf, path) for path, leaf in zip(paths, leaves, strict=True)]
+        self._averages, self.memory = trees.unflatten(spec, loaded)
+
+
+def _first(average: Any, spec: Any) -> tuple[str, ...]:
+    """Return the keys that lead to the first tree of this structure."""
+    if trees.flatten(average)[1] == spec:
+        return ()
+    key = next(iter(average))
+    return (key, *_first(average[key], spec))
+
+
+def _put(averages: Any, keys: tuple[str, ...], values: Any) -> Any:
+    """Return the averages with ``values`` where the keys lead."""
+    if not keys:
+        return values
+    return {**averages, keys[0]: _put(averages[keys[0]], keys[1:], values)}
+
+
+def _like(value: Any, leaf: Any, path: str) -> Any:
+    if not isinstance(leaf, Tensor):
+        return value
+    if not isinstance(value, Tensor) or value.shape != leaf.shape:
+        shape = tuple(getattr(value, "shape", ()))
+        raise ValueError(f"{path} of the extra state must have shape {tuple(leaf.shape)}, got {shape}")
+    return value.detach().to(device=leaf.device, dtype=leaf.dtype, copy=True)

@@ -1,0 +1,80 @@
+"""Copies a model to start an average from: its tensors, and not the world that hangs on them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.overrides import TorchFunctionMode
+
+from functavg.nn.pairing import tensors, unwrap
+
+
+def twin(model: Module) -> Module:
+    """Return a deep copy of a model without its wrappers, gradients, graphs and expanded memory.
+
+    Raises:
+        TypeError: a parameter is not initialised yet, or a module cannot be copied; the message names it.
+    """
+    model = unwrap(model)
+    for name, tensor in tensors(model):
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise TypeError(f"{name} is an uninitialised (lazy) parameter; run one forward pass before averaging")
+    with torch.inference_mode(False), torch.no_grad(), _PlainCopies():
+        try:
+            return copy.deepcopy(model, _without_wrappers(model))
+        except Exception as error:
+            name, culprit = _resisting(model)
+            raise TypeError(
+                f"cannot copy {name} ({type(culprit).__name__}): {error}. Give it a __deepcopy__, remove what resists, "
+                "or pass a ready copy of the model as module="
+            ) from error
+
+
+class _PlainCopies(TorchFunctionMode):
+    """Makes copies of tensors plain ones.
+
+    What a module has cached (the weight of a legacy weight_norm, an activation of its last forward) is part of a graph,
+    which a deep copy refuses; a gradient is not wanted, and an expanded buffer cannot be written to.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo and (not tensor.is_leaf or tensor.grad is not None or _is_expanded(tensor)):
+                memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.is_leaf and tensor.requires_grad)
+                return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def _without_wrappers(model: Module) -> dict[int, Any]:
+    """Return a memo for deepcopy in which each wrapper inside the model stands for a copy of what it wraps."""
+    memo: dict[int, Any] = {}
+    for module in reversed(list(model.modules())):  # the innermost first
+        inner = unwrap(module)
+        if inner is not module:
+            memo[id(module)] = copy.deepcopy(inner, memo)
+    return memo
+
+
+def _resisting(model: Module) -> tuple[str, Module]:
+    """Return the innermost module that cannot be copied, with its name."""
+    for name, module in reversed(list(model.named_modules())):
+        try:
+            copy.deepcopy(module)
+        except Exception:  # noqa: BLE001 - whatever it is, it is what we look for
+            return name or "the model", module
+    return "the model", model

@@ -1,0 +1,122 @@
+"""Values of low-precision tensors in the precision that they are averaged in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functavg.functional import lerp
+from functavg.kernels import dtypes
+
+
+class WideValues:
+    """The averages, in float32, of tensors that hold but their rounding.
+
+    A value is trusted only while its tensor is the same one, at the same version and in the same place: whoever wrote
+    to the tensor since meant the average to go on from there. The value of a tensor that is wide enough is the tensor.
+
+    Args:
+        dtype: the dtype that averages are to be held in; ``None``: float32 where a tensor has less.
+    """
+
+    def __init__(self, dtype: Any = None) -> None:
+        self.dtype = dtypes.check_dtype(dtype)
+        self._held: dict[int, tuple[Tensor, Any, Tensor]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is still trusted; versions are not those of a copy."""
+        held = [(tensor, value) for tensor, mark, value in self._held.values() if mark == _mark(tensor)]
+        return {"dtype": self.dtype, "held": held}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the values over for the tensors as they are now."""
+        self.dtype = state["dtype"]
+        self._held = {}
+        for tensor, value in state["held"]:
+            self.put(tensor, value)
+
+    def get(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the values of tensors by name; a tensor of two names has one value."""
+        if all(self._held_dtype(dtype) == dtype for dtype in {tensor.dtype for tensor in tensors.values()}):
+            return dict(tensors)
+        distinct = {id(tensor): self._value(tensor) for tensor in tensors.values()}
+        return {name: distinct[id(tensor)] for name, tensor in tensors.items()}
+
+    def put(self, tensor: Tensor, value: Tensor) -> None:
+        """Remember the value of a tensor that holds its rounding by now."""
+        if value is not tensor and not tensor.is_inference():
+            self._held[id(tensor)] = (tensor, _mark(tensor), value)
+
+    def write(self, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        """Write the rounding of new values into their tensors, and remember the values."""
+        wide = {id(tensor): (tensor, values[name]) for name, tensor in tensors.items() if values[name] is not tensor}
+        self._held.clear()
+        if wide:
+            narrow, new = map(list, zip(*wide.values(), strict=True))
+            lerp(narrow, new, 1.0, inplace=True)
+            for tensor, value in wide.values():
+                self.put(tensor, value)
+
+    def load(self, tensor: Tensor, value: Tensor) -> None:
+        """Remember a copy of a value, in the form in which this tensor's average is held, if it is the tensor's."""
+        if value.shape == tensor.shape:
+            dtype = self._held_dtype(tensor.dtype)
+            self.put(tensor, value.detach().to(device=tensor.device, dtype=dtype, copy=True))
+
+    def move(
+        self, tensors: Mapping[str, Tensor], before: Mapping[str, Tensor], fn: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Follow tensors that ``fn`` moved or converted: keep wide values of low-precision ones, return them to others.
+
+        Args:
+            tensors: the tensors as they are now, by name.
+            before: the values that they had.
+            fn: what was applied to each of them.
+        """
+        self._held.clear()
+        with torch.inference_mode(False), torch.no_grad():
+            for name, tensor in tensors.items():
+                dtype, value = self._held_dtype(tensor.dtype), before[name]
+                if dtype != tensor.dtype:
+                    moved = fn(value)  # what shares memory, or changes its format, goes on to
+                    self.put(tensor, moved if moved.dtype == dtype else value.to(tensor.device, dtype))
+                elif value.dtype != tensor.dtype and tensor.is_floating_point() and not tensor.is_meta:
+                    tensor.copy_(value)
+
+    def narrow(self, tensors: Iterable[Tensor]) -> None:
+        """Convert tensors of more bits than the average is to be held in."""
+        for tensor in tensors:
+            held = dtypes.held_in(dtypes.name_of(tensor.dtype), self.dtype)
+            if dtypes.kind_of(held) in (dtypes.REAL, dtypes.COMPLEX) and _bits(held) < _bits(tensor.dtype):
+                tensor.data = tensor.data.to(getattr(torch, held))
+
+    def clear(self) -> None:
+        """Forget all values."""
+        self._held.clear()
+
+    def _held_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype that an average of tensors of this dtype is held in, never a narrower one."""
+        held = dtypes.held_in(dtypes.name_of(dtype), self.dtype)
+        wider = held != dtypes.name_of(dtype) and _bits(held) > _bits(dtype)
+        return getattr(torch, held) if wider else dtype
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        _, mark, value = self._held.get(id(tensor), (None, None, None))
+        dtype = self._held_dtype(tensor.dtype)
+        if dtype == tensor.dtype:
+            return tensor
+        if value is not None and mark == _mark(tensor) and mark is not None:
+            return value
+        return tensor.detach().to(dtype)
+
+
+def _bits(dtype: torch.dtype | str) -> int:
+    return dtypes.bits_of(dtype if isinstance(dtype, str) else dtypes.name_of(dtype))
+
+
+def _mark(tensor: Tensor) -> Any:
+    """Return what changes whenever a tensor is written to or moved; an inference tensor does not tell."""
+    return None if tensor.is_inference() else (tensor._version, tensor.dtype, tensor.device, tensor.shape)

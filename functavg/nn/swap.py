@@ -1,0 +1,85 @@
+"""Puts an average into a model for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim.swa_utils import AveragedModel as TorchAveragedModel
+
+from functavg import trees
+from functavg.functional import lerp
+from functavg.nn import pairing
+from functavg.nn.averaged_model import AveragedModel
+from functavg.nn.writing import targets, write
+from functavg.scalars import is_host
+from functavg.state import AverageState
+
+
+@contextmanager
+def swapped(model: Module, average: TorchAveragedModel | AverageState[Any] | Mapping[str, Tensor]) -> Iterator[Module]:
+    """Compute with an average inside a ``with`` block, and with the training weights again after it.
+
+    The average is copied into the model's own tensors, which optimizers, hooks and compiled code go on to hold; the
+    training weights come back however the block is left. Blocks nest.
+
+    Args:
+        model: the model, in any wrapper.
+        average: an AveragedModel (its parameters, and the buffers that it averages), the state of a functional rule,
+            or ``{name: tensor}``. Tensors of the model whose names it does not have are left alone. One that has
+            averaged nothing yet (count 0) changes nothing.
+
+    Yields:
+        The model.
+
+    Raises:
+        TypeError, ValueError: the average does not fit the model; nothing was written.
+
+    Example:
+        >>> import functavg, torch
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.constant_(model.weight, 2.0)
+        >>> with functavg.swapped(model, {"weight": torch.ones(1, 1)}):
+        ...     model.weight.item()
+        1.0
+        >>> model.weight.item()
+        2.0
+    """
+    values = _values(average)
+    pairing.reshard(model)
+    tensors, _ = targets(model, values)
+    with torch.inference_mode(False), torch.no_grad():
+        training = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    write(model, values)
+    try:
+        yield model
+    finally:
+        pairing.reshard(model)
+        lerp(tensors, training, 1.0, inplace=True)
+        pairing.reshard(model)
+
+
+def _values(average: Any) -> Mapping[str, Tensor]:
+    """Return the values of an average by name."""
+    if isinstance(average, AveragedModel):
+        average = average.state
+    elif isinstance(average, TorchAveragedModel):
+        tensors = dict(average.module.named_parameters())
+        if average.use_buffers:
+            tensors |= dict(average.module.named_buffers())
+        return tensors if average.n_averaged > 0 else {}
+    if isinstance(average, AverageState):
+        if is_host(average.count) and average.count == 0:
+            return {}
+        leaves, spec = trees.flatten(average.average)
+        return dict(zip(trees.names(spec), leaves, strict=True))
+    if not isinstance(average, Mapping):
+        raise TypeError(
+            "average must be an AveragedModel, an AverageState or a mapping from names to tensors, "
+            f"got {type(average).__name__}"
+        )
+    return average
