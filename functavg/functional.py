@@ -65,14 +65,14 @@ def cast_like(tree: T, like: PyTree) -> T:
     names = [kernels.kernel_name(leaf) for leaf in likes]
     for index, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
         theirs = kernels.kernel_name(leaf)
-        if name is None or theirs != name and (theirs != "numpy" or name != "array_api"):
+        if name is None or (theirs != name and (theirs, name) != ("numpy", "array_api")):
             raise TypeError(
                 f"{trees.paths(spec)[index]}: expected arrays of one library, "
                 f"got {type(leaf).__name__} to bring into the form of {type(likes[index]).__name__}"
             )
-    return trees.unflatten(
-        spec, [kernels.load(name).cast(leaf, it) for leaf, it, name in zip(leaves, likes, names, strict=True)]
-    )
+    casts = [kernels.load(name).cast(leaf, it) for leaf, it, name in zip(leaves, likes, names, strict=True)]
+    result: T = trees.unflatten(spec, casts)
+    return result
 
 
 def extend(rule: AveragingRule, state: AverageState[Any], params: T) -> AverageState[T]:

@@ -6,13 +6,14 @@ A rule touches no array. It returns the next state, in which what changes is an 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from functavg import kernels, trees
 from functavg.kernels import dtypes
-from functavg.scalars import check_weight, identity, is_host
+from functavg.scalars import are_shared, check_weight, identities, identity, is_host
 from functavg.state import Count, PyTree, Weight
 
 
@@ -82,20 +83,22 @@ class _Job:
         """Return the tree after all parts were carried out; the old one itself where no leaf is a new object."""
         leaves = list(self.olds)
         for part in self.parts:
+            if part.places is None:
+                leaves = list(part.results)
+                continue
             for indices, leaf in zip(part.places, part.results, strict=True):
                 for index in indices:
                     leaves[index] = leaf
-        if all(new is old for new, old in zip(leaves, self.olds, strict=True)):
+        if all(map(operator.is_, leaves, self.olds)):
             return self.tree
         return trees.unflatten(self.spec, leaves)
 
     def _whole(self) -> list[_Part] | None:
         """Return one part with all leaves, where one kernel takes them all and none shares memory."""
         names = {kernels.kernel_name_of(kind) for kind in set(map(type, self.olds))}
-        if len(names) != 1 or None in names or len(set(map(identity, self.olds))) != len(self.olds):
+        if len(names) != 1 or None in names or are_shared(self.olds):
             return None
-        places = [(index,) for index in range(len(self.olds))]
-        return [_Part(self, kernels.load(names.pop()), places, self.olds, self.steps)]
+        return [_Part(self, kernels.load(names.pop()), None, self.olds, self.steps)]
 
     def _divided(self, inplace: bool) -> list[_Part]:
         """Return the parts, with each pair of the same two mutable arrays once.
@@ -111,7 +114,7 @@ class _Job:
             if name is None:
                 raise TypeError(f"{self.where(index)}: the average holds {type(old).__name__}, which is no array")
             pair: Hashable = (index,)
-            if _is_shareable(old):
+            if is_shareable(old):
                 news = [leaves[index] for leaves, _ in self.steps]
                 pair = tuple(map(identity, (old, *news)))
                 first = holders.setdefault(identity(old), index)
@@ -143,14 +146,14 @@ class _Part:
 
     job: _Job
     kernel: Any
-    places: Sequence[Sequence[int]]
+    places: Sequence[Sequence[int]] | None  # of each leaf in the job; None: the leaves are all those of the job
     olds: list[Any]
     steps: list[tuple[list[Any], Weight]]
     results: Sequence[Any] = ()
 
     def where(self, index: int) -> str:
         """Return the path of a leaf."""
-        return self.job.where(self.places[index][0])
+        return self.job.where(index if self.places is None else self.places[index][0])
 
     def prepare(self, averages: list[list[Any]]) -> Any:
         """Check that the averages can take all that is to go into them; return the groups of the first step."""
@@ -205,7 +208,7 @@ def _batches(parts: list[_Part]) -> list[list[_Part]]:
     batches: dict[Hashable, list[_Part]] = {}
     for part in parts:
         alone = part.job.apply is not None or len(part.steps) != 1
-        key: Hashable = id(part) if alone else (part.kernel.__name__, *map(id, part.steps[0][0]))
+        key: Hashable = id(part) if alone else (part.kernel.__name__, *identities(part.steps[0][0]))
         batches.setdefault(key, []).append(part)
     return list(batches.values())
 
@@ -225,7 +228,7 @@ def copied(params: PyTree, *, dtype: Any = None, device: Any = None) -> PyTree:
             raise TypeError(_refused(trees.paths(spec)[index], leaf, reason))
     made: dict[Hashable, Any] = {}
     for index, leaf in enumerate(leaves):
-        key: Hashable = id(leaf) if _is_shareable(leaf) else (index,)
+        key: Hashable = id(leaf) if is_shareable(leaf) else (index,)
         if key not in made:
             made[key] = kernels.load(kernels.kernel_name(leaf)).copied(leaf, held, device)
         leaves[index] = made[key]
@@ -239,7 +242,7 @@ def _refused(path: str, leaf: Any, reason: str) -> str:
     return f"{path}: cannot average {type(leaf).__name__}: {reason}. Expected a dense array of numbers; {advice}"
 
 
-def _is_shareable(leaf: Any) -> bool:
+def is_shareable(leaf: Any) -> bool:
     """Tell whether the identity of a leaf means that memory is shared: not for scalars and immutable arrays."""
     name = kernels.kernel_name(leaf)
     return name is not None and kernels.load(name).MUTABLE and hasattr(leaf, "__setitem__")

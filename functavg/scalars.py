@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +30,16 @@ def is_compiling() -> bool:
 def identity(array: Any) -> Hashable:
     """Return what two names of one array have in common; a compiler would take ``id`` for a constant."""
     return array if is_compiling() else id(array)
+
+
+def identities(arrays: Sequence[Any]) -> Sequence[Hashable]:
+    """Return the identity of each array."""
+    return arrays if is_compiling() else list(map(id, arrays))
+
+
+def are_shared(arrays: Sequence[Any]) -> bool:
+    """Tell whether one array stands at several places."""
+    return len(set(identities(arrays))) != len(arrays)
 
 
 def lift(count: Count) -> Weight:
@@ -63,22 +73,40 @@ def check_count(value: Any, name: str, least: int) -> Count:
     raise TypeError(f"{name} must be an integer or a 0-d integer array, got {value!r} of {type(value).__name__}")
 
 
+def check_integer(value: Any, name: str, least: int) -> int:
+    """Return ``value`` as a host ``int`` if it is one of at least ``least``; arguments of rules are never arrays.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is too small.
+    """
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer of at least {least}, got {value!r} of {type(value).__name__}")
+    return int(check_count(value, name, least))
+
+
 def check_weight(value: Any, name: str = "weight") -> Weight:
     """Return ``value`` if it is a finite number, or a 0-d array (whose value stays where it is).
 
     Raises:
-        TypeError: it is neither.
+        TypeError: it is neither, or complex.
         ValueError: it is a host number that is NaN or infinite.
     """
-    if isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0 and value.dtype.kind in "biuf":
+    if isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0 and value.dtype.kind in "biufV":  # V: bfloat16
         value = float(value)
     if is_host(value):
         if not math.isfinite(value):
             raise ValueError(f"{name} must be finite, got {value!r}")
         return value
-    if getattr(value, "ndim", None) == 0:
-        return value
-    raise TypeError(f"{name} must be a number or a 0-d array, got {value!r} of {type(value).__name__}")
+    if getattr(value, "ndim", None) == 0 and not isinstance(value, (np.ndarray, np.generic)):
+        if "complex" not in str(value.dtype):
+            return value
+    raise TypeError(f"{name} must be a real number or a 0-d array, got {value!r} of {type(value).__name__}")
+
+
+def beside(count: Count, other: Count) -> Count:
+    """Return a count as what another one is: a host ``int`` becomes a 0-d array on the device of a 0-d array."""
+    return count if is_host(other) or not is_host(count) else _full(other, count, other.dtype)
 
 
 def exp(x: Weight) -> Weight:
@@ -148,6 +176,10 @@ def _library(*values: Any) -> Any:
     return array.__array_namespace__()
 
 
+def _is_torch(library: Any) -> bool:
+    return library is sys.modules.get("torch")
+
+
 def _together(x: Any, y: Any) -> tuple[Any, Any]:
     """Return both as arrays, where one may be a host number."""
     if is_host(x):
@@ -159,27 +191,27 @@ def _together(x: Any, y: Any) -> tuple[Any, Any]:
 
 def _full(like: Any, value: Any, dtype: Any) -> Any:
     library = _library(like)
-    if library is sys.modules.get("torch"):
+    if _is_torch(library):
         return library.full((), value, dtype=dtype, device=like.device)
     return library.asarray(value, dtype=dtype)
 
 
 def _float(array: Any) -> Any:
-    if _library(array) is sys.modules.get("torch"):
+    if _is_torch(_library(array)):
         return array.to(_widest(array))
     return _library(array).astype(array, _widest(array))
 
 
 def _widest(like: Any) -> Any:
     library = _library(like)
-    if library is sys.modules.get("torch"):
+    if _is_torch(library):
         return library.float32 if like.device.type == "mps" else library.float64
     return library.__array_namespace_info__().default_dtypes()["real floating"]
 
 
 def _integer(like: Any) -> Any:
     library = _library(like)
-    if library is sys.modules.get("torch"):
+    if _is_torch(library):
         return library.int64
     return library.__array_namespace_info__().default_dtypes()["integral"]
 

@@ -1,13 +1,10 @@
 """Every public name of torch.optim.swa_utils, to switch by the import line alone."""
 
-from torch.optim.swa_utils import SWALR as SWALR
+from torch.optim.swa_utils import SWALR
 
-from functavg.nn.averaged_model import AveragedModel as AveragedModel
-from functavg.nn.batch_norm import update_bn as update_bn
-from functavg.nn.functions import get_ema_avg_fn as get_ema_avg_fn
-from functavg.nn.functions import get_ema_multi_avg_fn as get_ema_multi_avg_fn
-from functavg.nn.functions import get_swa_avg_fn as get_swa_avg_fn
-from functavg.nn.functions import get_swa_multi_avg_fn as get_swa_multi_avg_fn
+from functavg.nn.averaged_model import AveragedModel
+from functavg.nn.batch_norm import update_bn
+from functavg.nn.functions import get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_avg_fn, get_swa_multi_avg_fn
 
 __all__ = [
     "SWALR",

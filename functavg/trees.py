@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import optree
 
+from functavg.scalars import is_compiling
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from functavg.state import PyTree
 
 NAMESPACE = "functavg"
-
-# Types of leaves that were already held against JAX's registry of nodes.
-_seen_by_jax: set[type] = set()
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -24,7 +23,8 @@ def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
     Containers are optree's. Where the user has loaded JAX, nodes registered with ``jax.tree_util`` are nodes too.
     """
     leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
-    if "jax" in sys.modules and _register_jax_nodes(leaves):
+    # A compiler cannot look into JAX: nodes are known from `init` on, which runs before.
+    if "jax.tree_util" in sys.modules and not is_compiling() and _register_jax_nodes(leaves):
         return flatten(tree)
     return leaves, spec
 
@@ -55,9 +55,15 @@ def names(spec: optree.PyTreeSpec) -> list[str]:
     return [".".join(map(str, path)) for path in spec.paths()]
 
 
+def beneath(prefix: PyTree, tree: PyTree) -> list[tuple[Any, PyTree]]:
+    """Return each leaf of ``prefix`` with what stands in its place in ``tree``; ValueError where it is no prefix."""
+    leaves, spec = flatten(prefix)
+    return list(zip(leaves, spec.flatten_up_to(tree), strict=True))
+
+
 def prefix_leaves(prefix: PyTree, tree: PyTree) -> list[Any]:
     """Return the leaf of ``prefix`` above each leaf of ``tree``; ValueError where it is not a prefix."""
-    return optree.broadcast_prefix(prefix, tree, namespace=NAMESPACE)
+    return [leaf for leaf, subtree in beneath(prefix, tree) for _ in flatten(subtree)[0]]
 
 
 def align(old: optree.PyTreeSpec, new: optree.PyTreeSpec, leaves: list[Any]) -> list[Any]:
@@ -91,23 +97,17 @@ def _some(names: list[str], most: int = 8) -> str:
 
 def _register_jax_nodes(leaves: list[Any]) -> bool:
     """Register with optree the classes among the leaves that JAX knows as nodes; tell whether there were any."""
-    unknown = set(map(type, leaves)) - _seen_by_jax
-    if not unknown:
-        return False
-    _seen_by_jax.update(unknown)
-    jax = sys.modules["jax"]
-    found = False
-    for leaf in leaves:
-        node = type(leaf)
-        if node in unknown and not jax.tree_util.all_leaves([leaf]):
-            unknown.discard(node)
-            optree.register_pytree_node(node, _flatten_jax_node, _unflatten_jax_node, namespace=NAMESPACE)
-            found = True
-    return found
+    all_leaves = sys.modules["jax.tree_util"].all_leaves
+    examples = dict(zip(map(type, leaves), leaves, strict=True))
+    found = [node for node, leaf in examples.items() if not all_leaves([leaf])]
+    for node in found:
+        register(node, _flatten_jax_node, _unflatten_jax_node)
+    return bool(found)
 
 
 def _flatten_jax_node(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
-    children, spec = sys.modules["jax"].tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
+    flatten_with_path = sys.modules["jax.tree_util"].tree_flatten_with_path
+    children, spec = flatten_with_path(node, is_leaf=lambda child: child is not node)
     return [child for _, child in children], spec, tuple(_jax_key(path[0]) for path, _ in children)
 
 

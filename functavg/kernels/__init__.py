@@ -8,7 +8,8 @@ A kernel is a module with these functions, all over lists of leaves of its kind:
 * ``prepared(averages, news, where)``: checks that each of the lists ``averages`` can take ``news`` and groups them;
 * ``lerp(groups, weights, inplace)``: the step ``a + w (x - a)`` of each of the averages;
 * ``apply(groups, count, fn, grouped, inplace, where)``: a step by a user's function;
-* ``cast(leaf, like)``: a leaf with the dtype and device of another.
+* ``cast(leaf, like)``: a leaf with the dtype and device of another;
+* ``finite(leaves)``: whether they hold no NaN and no infinity, as a bool or a 0-d array.
 """
 
 from __future__ import annotations

@@ -29,14 +29,14 @@ def copied(leaf: Any, dtype: str | None, device: Any) -> Any:
     held = dtypes.held_in(_name(leaf), dtype)
     array = library.asarray(leaf, copy=True)
     if held != _name(leaf):
-        array = library.astype(array, getattr(library, held))
+        array = library.astype(array, dtypes.named(library, held))
     return array if device is None else array.to_device(device)
 
 
 def cast(leaf: Any, like: Any) -> Any:
-    """Return ``leaf`` with the dtype of ``like``; itself where it has it."""
+    """Return ``leaf`` with the dtype and the device of ``like``; itself where it has them."""
     library = like.__array_namespace__()
-    return library.astype(library.asarray(leaf), like.dtype, copy=False)
+    return _placed(library.astype(library.asarray(leaf), like.dtype, copy=False), like)
 
 
 def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], str]) -> Groups:
@@ -48,13 +48,13 @@ def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], 
     arrays = []
     for index, new in enumerate(news):
         library = averages[0][index].__array_namespace__()
-        if isinstance(new, (np.ndarray, np.generic, bool, int, float, complex)):
-            new = library.asarray(new)
-        elif not hasattr(new, "__array_namespace__"):
+        foreign = isinstance(new, (np.ndarray, np.generic, bool, int, float, complex))
+        if not foreign and not hasattr(new, "__array_namespace__"):
             raise TypeError(f"{where(index)}: expected an array of {library.__name__}, got {type(new).__name__}")
-        reason = refusal(new)
+        reason = refusal(np.asarray(new) if foreign else new)
         if reason is not None:
             raise TypeError(f"{where(index)}: expected an array of numbers, got {reason}")
+        new = library.asarray(new) if foreign else new
         for olds in averages:
             old = olds[index]
             if old.shape != new.shape:
@@ -73,7 +73,7 @@ def lerp(groups: Groups, weights: list[Weight], inplace: bool) -> list[list[Any]
     del inplace
     averages, news = groups
     return [
-        [_lerp_leaf(old, new, weight) for old, new in zip(olds, news, strict=True)]
+        [_lerp_leaf(old, _placed(new, old), weight) for old, new in zip(olds, news, strict=True)]
         for olds, weight in zip(averages, weights, strict=True)
     ]
 
@@ -93,19 +93,39 @@ def apply(
     (olds,), news = groups
     leaves = []
     for index, (old, new) in enumerate(zip(olds, news, strict=True)):
+        new = _placed(new, old)
         if _kind(old) in (dtypes.BOOL, dtypes.INTEGER):
             leaves.append(_lerp_leaf(old, new, 1))
             continue
         library = old.__array_namespace__()
-        common = library.result_type(old, new)
+        # float8 takes part in no promotion, and every average can hold what has one byte
+        common = old.dtype if getattr(new.dtype, "itemsize", 0) == 1 else library.result_type(old, new)
         moved = fn(library.astype(old, common), library.astype(new, common), count)
         if getattr(moved, "shape", None) != old.shape:
             raise ValueError(
                 f"{where(index)}: avg_fn must return the new average, an array of shape {old.shape}, "
                 f"got {getattr(moved, 'shape', type(moved).__name__)}"
             )
-        leaves.append(library.astype(moved, old.dtype, copy=True))
+        moved = library.astype(moved, old.dtype, copy=True)
+        # Only the device knows whether this is the first model, which is copied.
+        leaves.append(moved if is_host(count) else _lerp_leaf(moved, new, count == 0))
     return leaves
+
+
+def finite(leaves: list[Any]) -> Any:
+    """Return whether real and complex leaves hold no NaN and no infinity, as a 0-d array."""
+    result: Any = True
+    for leaf in leaves:
+        if _kind(leaf) in (dtypes.REAL, dtypes.COMPLEX):
+            library = leaf.__array_namespace__()
+            result = library.all(library.isfinite(leaf)) & result
+    return result
+
+
+def _placed(array: Any, like: Any) -> Any:
+    """Return an array on the device of another one, in JAX also with its sharding; traced arrays have none."""
+    here, there = getattr(array, "device", None), getattr(like, "device", None)
+    return array if here is None or there is None or here == there else array.to_device(there)
 
 
 def _name(leaf: Any) -> str:

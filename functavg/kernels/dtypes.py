@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,34 @@ _KINDS = (
     (re.compile(r"b?float\d+\w*"), REAL),
     (re.compile(r"complex\d+"), COMPLEX),
 )
-_COMPLEX_OF = {"float16": "complex32", "bfloat16": "complex64", "float32": "complex64", "float64": "complex128"}
-_REAL_OF = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+# No library computes with complex32.
+_COMPLEX_OF = {
+    "float16": "complex64",
+    "bfloat16": "complex64",
+    "float32": "complex64",
+    "float64": "complex128",
+    "float128": "complex256",
+}
+_REAL_OF = {"complex32": "float16", "complex64": "float32", "complex128": "float64", "complex256": "float128"}
 
 
 def name_of(dtype: Any) -> str:
     """Return the name of a dtype of any array library: ``float32``."""
     if type(dtype).__module__ == "torch":
         return str(dtype).removeprefix("torch.")
-    return np.dtype(dtype).name
+    return str(np.dtype(dtype).name)
+
+
+def named(library: ModuleType, name: str) -> Any:
+    """Return the dtype of this name in an array library.
+
+    Raises:
+        ValueError: the library has none.
+    """
+    try:
+        return np.dtype(name) if library is np else getattr(library, name)  # numpy's may come from ml_dtypes
+    except (TypeError, AttributeError):
+        raise ValueError(f"dtype must be one that {library.__name__} has, got {name}") from None
 
 
 def kind_of(name: str) -> int | None:
@@ -48,7 +68,7 @@ def check_dtype(dtype: Any) -> str | None:
     if dtype is None:
         return None
     try:
-        name = name_of(dtype)
+        name = dtype if isinstance(dtype, str) and kind_of(dtype) is not None else name_of(dtype)
     except TypeError:
         raise TypeError(
             f"dtype must be a dtype of the params' library or its name, got {dtype!r} of {type(dtype).__name__}"

@@ -34,7 +34,7 @@ def copied(leaf: Any, dtype: str | None, device: Any) -> Array:
         raise ValueError(f"device must be None or 'cpu' for numpy arrays, got {device!r}")
     array = np.asarray(leaf)
     held = dtypes.held_in(array.dtype.name, dtype)
-    return np.array(array, dtype=array.dtype if held == array.dtype.name else np.dtype(held), copy=True)
+    return np.array(array, dtype=array.dtype if held == array.dtype.name else dtypes.named(np, held), copy=True)
 
 
 def cast(leaf: Any, like: Any) -> Array:
@@ -58,6 +58,8 @@ def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], 
         array = np.asarray(new)
         for olds in averages:
             old = np.asarray(olds[index])
+            if refusal(old) is not None:
+                raise TypeError(f"{where(index)}: the average holds {refusal(old)}")
             if old.shape != array.shape:
                 raise ValueError(
                     f"{where(index)}: expected shape {old.shape}, got {array.shape}; nothing is broadcast"
@@ -93,35 +95,52 @@ def apply(
         raise TypeError("a multi_avg_fn works on torch tensors only; use AvgFn for numpy arrays")
     (olds,), news = groups
     leaves = []
+    first = int(count) == 0  # a rule cannot know it where the count is a 0-d array
     for index, (old, new) in enumerate(zip(olds, news, strict=True)):
-        if _kind(old) in (dtypes.BOOL, dtypes.INTEGER):
+        if first or _kind(old) in (dtypes.BOOL, dtypes.INTEGER):
             leaves.append(_lerp_leaf(old, new, 1.0, inplace))
             continue
-        common = np.promote_types(old.dtype, new.dtype)
+        common = old.dtype if new.itemsize == 1 else np.promote_types(old.dtype, new.dtype)  # float8 has none
         moved = np.asarray(fn(old.astype(common, copy=False), new.astype(common, copy=False), int(count)))
         if moved.shape != old.shape:
             raise ValueError(
                 f"{where(index)}: avg_fn must return the new average, an array of shape {old.shape}, "
                 f"got shape {moved.shape}"
             )
-        target = old if inplace else np.empty_like(old)
+        target = old if _writable(old, inplace) else np.empty_like(old)
         target[...] = moved
         leaves.append(target)
     return leaves
+
+
+def finite(leaves: list[Any]) -> bool:
+    """Return whether real and complex leaves hold no NaN and no infinity."""
+    arrays = map(np.asarray, leaves)
+    return all(
+        bool(np.isfinite(part).all())
+        for array in arrays
+        if _kind(array) in (dtypes.REAL, dtypes.COMPLEX)
+        for part, _ in _blocks(array, array)
+    )
 
 
 def _kind(array: Array) -> int:
     return dtypes.kind_of(array.dtype.name) or 0
 
 
+def _writable(array: Array, inplace: bool) -> bool:
+    """Tell whether to write into an average: a read-only one is replaced, as every immutable array is."""
+    return inplace and array.flags.writeable
+
+
 def _lerp_leaf(old: Array, new: Array, weight: float, inplace: bool) -> Array:
     if weight == 0:
         return old
     if weight == 1 or _kind(old) in (dtypes.BOOL, dtypes.INTEGER):
-        target = old if inplace else np.empty_like(old)
+        target = old if _writable(old, inplace) else np.empty_like(old)
         target[...] = new
         return target
-    target = old if inplace else old.copy()
+    target = old if _writable(old, inplace) else old.copy()
     scratch = np.empty(min(BLOCK, old.size), old.dtype)
     for part, new_part in _blocks(target, new):
         _lerp_block(part, new_part, weight, scratch[: part.size].reshape(part.shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import Parameter, UninitializedTensorMixin
+from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 
 from functavg.kernels import dtypes
 from functavg.scalars import is_host
@@ -24,7 +25,7 @@ MUTABLE = True
 STAGE = 2**20
 """Elements of the buffer that new values are converted through: small enough to stay in cache."""
 
-_PLACE = operator.attrgetter("dtype", "device")
+_PLACE = operator.attrgetter("dtype", "device", "layout", "is_nested")
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,9 @@ def outside_autograd(fn: Callable[P, R]) -> Callable[P, R]:
 # ---- checks and groups
 
 
-def refusal(leaf: Tensor) -> str | None:
+def refusal(leaf: Any) -> str | None:
     """Return why a tensor cannot be averaged, or None."""
-    if isinstance(leaf, UninitializedTensorMixin):
+    if isinstance(leaf, (UninitializedBuffer, UninitializedParameter)):  # is_lazy does not go through torch.compile
         return "an uninitialised (lazy) parameter; run one forward pass first"
     if leaf.is_nested:
         return "a nested tensor; average its components"
@@ -102,12 +103,10 @@ def _uniform(lists: list[list[Any]]) -> bool:
     """Tell, faster than leaf by leaf, whether all lists hold dense tensors of one dtype and device and equal shapes."""
     if not all(set(map(type, leaves)) <= {Tensor, Parameter} for leaves in lists):
         return False
+    if len({place for leaves in lists for place in map(_PLACE, leaves)}) != 1 or refusal(lists[0][0]) is not None:
+        return False
     shapes = [leaf.shape for leaf in lists[0]]
-    return (
-        len({place for leaves in lists for place in map(_PLACE, leaves)}) == 1
-        and {leaf.layout for leaf in lists[-1]} == {torch.strided}
-        and all([leaf.shape for leaf in leaves] == shapes for leaves in lists[1:])
-    )
+    return all([leaf.shape for leaf in leaves] == shapes for leaves in lists[1:])
 
 
 def _transformed() -> bool:
@@ -122,7 +121,7 @@ def _kind(leaf: Tensor) -> int | None:
 def _check(average: Any, new: Any, where: Callable[[], str]) -> None:
     if not isinstance(new, Tensor):
         raise TypeError(f"{where()}: expected a torch tensor, got {type(new).__name__}")
-    reason = refusal(new)
+    reason = refusal(average) or refusal(new)
     if reason is not None:
         raise TypeError(f"{where()}: expected a dense tensor, got {reason}")
     if average.shape != new.shape:
@@ -141,14 +140,14 @@ def _check(average: Any, new: Any, where: Callable[[], str]) -> None:
 @outside_autograd
 def copied(leaf: Tensor, dtype: str | None, device: Any) -> Tensor:
     """Return a new dense tensor of the values of ``leaf``, in the dtype that its average is held in."""
-    held = getattr(torch, dtypes.held_in(dtypes.name_of(leaf.dtype), dtype))
+    held = dtypes.named(torch, dtypes.held_in(dtypes.name_of(leaf.dtype), dtype))
     return leaf.detach().resolve_conj().resolve_neg().to(device=device, dtype=held, copy=True)
 
 
 @outside_autograd
 def cast(leaf: Tensor, like: Tensor) -> Tensor:
     """Return ``leaf`` with the dtype and the device of ``like``; itself where it has them."""
-    return leaf.detach().to(device=like.device, dtype=like.dtype)
+    return leaf.to(device=like.device, dtype=like.dtype)
 
 
 # ---- steps
@@ -278,19 +277,53 @@ def _pieces(leaves: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
     if numel <= STAGE:
         yield leaves
     elif len(shape) > 1 and all(leaf.stride() == leaves[0].stride() for leaf in leaves) and _dense(leaves[0]):
-        order = sorted(range(len(shape)), key=lambda dim: -leaves[0].stride(dim))
+        order = sorted(range(len(shape)), key=leaves[0].stride, reverse=True)
         yield from _pieces(tuple(leaf.permute(order).reshape(-1) for leaf in leaves))
     else:
         dim = max(range(len(shape)), key=lambda dim: shape[dim])
         length = max(1, STAGE * shape[dim] // numel)
-        for parts in zip(*(leaf.split(length, dim) for leaf in leaves), strict=True):
+        for parts in zip(*(torch.split(leaf, length, dim) for leaf in leaves), strict=True):
             yield from _pieces(parts)
 
 
 def _dense(leaf: Tensor) -> bool:
     """Tell whether some order of its dimensions makes a tensor contiguous, so that it can be flattened as a view."""
-    order = sorted(range(leaf.ndim), key=lambda dim: -leaf.stride(dim))
+    order = sorted(range(leaf.ndim), key=leaf.stride, reverse=True)
     return leaf.permute(order).is_contiguous()
+
+
+# ---- finiteness
+
+
+@outside_autograd
+def finite(leaves: list[Tensor]) -> Tensor | bool:
+    """Return whether real and complex leaves hold no NaN and no infinity, as a 0-d tensor; ``True`` if there are none.
+
+    NaN and infinity show in the extrema of a leaf, which take one pass and no temporary: on CUDA as norms by groups,
+    elsewhere as its smallest and largest element, on a CPU 6 times as fast as the norm and 15 times as ``isfinite``.
+    """
+    extrema: list[Tensor] = []
+    groups: dict[Any, list[Tensor]] = {}
+    grouped = not _transformed()
+    for leaf in leaves:
+        if _kind(leaf) not in (dtypes.REAL, dtypes.COMPLEX) or leaf.numel() == 0 or leaf.is_meta:
+            continue
+        real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+        if hasattr(real, "full_tensor"):  # the ranks that share a DTensor have to agree
+            extrema.append(torch.linalg.vector_norm(real, torch.inf).full_tensor())
+        elif real.dtype.itemsize == 1:
+            extrema += torch.aminmax(real.to(torch.bfloat16))
+        elif grouped and real.is_cuda and type(leaf) in (Tensor, Parameter):
+            groups.setdefault((real.dtype, real.device), []).append(real)
+        else:
+            extrema += torch.aminmax(real)
+    for group in groups.values():
+        extrema += torch._foreach_norm(group, torch.inf)
+    stacks: dict[Any, list[Tensor]] = {}
+    for extremum in extrema:
+        stacks.setdefault((extremum.dtype, extremum.device), []).append(extremum)
+    flags = [torch.stack(stack).isfinite().all() for stack in stacks.values()]
+    return functools.reduce(lambda flag, other: flag & other.to(flag.device), flags) if flags else True
 
 
 # ---- steps by a user's function
@@ -320,10 +353,20 @@ def apply(
             if device not in counts:
                 counts[device] = torch.full((), count, device=device) if is_host(count) else count.to(device)
             call = _apply_grouped if grouped else _apply_each
-            leaves = call(group, counts[device], fn, inplace, where)
+            with _outside_autocast(device):
+                leaves = call(group, counts[device], fn, inplace, where)
+            if not is_host(count):  # only the device knows whether this is the first model, which is copied
+                first = counts[device] == 0
+                leaves = [lerp_leaf(leaf, new, first, inplace) for leaf, new in zip(leaves, group.news, strict=True)]
         for index, leaf in zip(group.indices, leaves, strict=True):
             result[index] = leaf
     return result
+
+
+def _outside_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def _apply_each(
@@ -332,7 +375,8 @@ def _apply_each(
     leaves = []
     for index, old, new in zip(group.indices, group.averages[0], group.news, strict=True):
         old = old.detach()
-        common = torch.promote_types(old.dtype, new.dtype)
+        # float8 takes part in no promotion, and every average can hold what has one byte
+        common = old.dtype if new.dtype.itemsize == 1 else torch.promote_types(old.dtype, new.dtype)
         moved = fn(old.to(common), new.detach().to(old.device, common), count)
         if not isinstance(moved, Tensor) or moved.shape != old.shape:
             got = f"shape {tuple(moved.shape)}" if isinstance(moved, Tensor) else type(moved).__name__

@@ -16,11 +16,12 @@ from torch.utils.hooks import RemovableHandle
 from functavg.nn import buffers, pairing
 from functavg.nn.beside import Beside
 from functavg.nn.copying import twin
+from functavg.nn.counting import HostCount
 from functavg.nn.functions import MultiAvgFn
 from functavg.nn.precision import WideValues
 from functavg.nn.writing import write
 from functavg.plan import Lerp, run
-from functavg.rules.base import AveragingRule, planned
+from functavg.rules.base import AveragingRule, WeightRule, planned
 from functavg.rules.functions import AvgFn
 from functavg.rules.swa import SWA
 from functavg.state import AverageState, Count
@@ -87,11 +88,10 @@ class AveragedModel(TorchAveragedModel):
             raise TypeError(f"rule must be an AveragingRule such as functavg.EMA(0.999), got {rule!r}")
         self.avg_fn = avg_fn
         self.multi_avg_fn = multi_avg_fn
-        self.use_buffers = use_buffers  # type: ignore[assignment]
+        self.use_buffers = use_buffers
         self._rule = rule
         self._wide = WideValues(dtype)
-        self._count = 0
-        self._counted: tuple[Tensor, int] | None = None
+        self._count = HostCount()
         self._loaded: dict[str, Tensor] = {}
         with torch.inference_mode(False), torch.no_grad():
             self.module = twin(model) if module is None else module
@@ -102,7 +102,7 @@ class AveragedModel(TorchAveragedModel):
         if module is not None:
             write(self.module, dict(pairing.tensors(model)))
         self._beside = Beside(self.rule, self._wide.get(self._averaged()))
-        self.register_load_state_dict_post_hook(_finish_loading)
+        self.register_load_state_dict_post_hook(_finish_loading)  # type: ignore[no-untyped-call]
 
     @property
     def rule(self) -> AveragingRule:
@@ -117,7 +117,7 @@ class AveragedModel(TorchAveragedModel):
     def state(self) -> AverageState[Any]:
         """The state behind the module: the count, the averages by name (not copies) and the memory of the rule."""
         values = {name: value.detach() for name, value in self._wide.get(self._averaged()).items()}
-        return self._beside.state(self._read_count(), values)
+        return self._beside.state(self._count.read(self.n_averaged), values)
 
     def extra_repr(self) -> str:
         """Show the rule."""
@@ -137,15 +137,42 @@ class AveragedModel(TorchAveragedModel):
         """
         pairing.reshard(model)
         pairing.reshard(self.module)
+        if not self._update_in_step(model, steps):
+            self._update_by_name(model, steps)
+
+    def _update_in_step(self, model: Module, steps: Count) -> bool:
+        """Update without spelling names, where a rule needs none; tell whether that was possible.
+
+        Whatever is wrong is left to the way by name, which can say where.
+        """
+        if not isinstance(self.rule, WeightRule) or self.use_buffers:
+            return False
+        found = pairing.in_step(self.module, model)
+        if found is None or not self._wide.are_tensors(found[0]):
+            return False
+        averages, news, others = found
+        try:
+            self._carry_out(averages, news, buffers.divide(others, False), steps)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    def _update_by_name(self, model: Module, steps: Count) -> None:
         found = pairing.pairs(self.module, model)
         copies = buffers.divide(found, self.use_buffers)
         values = self._wide.get(found.averages)
-        state = planned(self.rule, found.news, self._beside.state(self._read_count(), values), steps)
-        state, _ = run((state, Lerp(copies.averages, copies.news, 1.0)), inplace=True)
-        buffers.replace(found, copies)
-        self._wide.write(found.averages, values)
-        self._beside.keep(state)
-        self._write_count(state.count)
+        if self._carry_out(values, found.news, copies, steps):
+            self._wide.write(found.averages, values)
+
+    def _carry_out(self, averages: Any, news: Any, copies: buffers.Copies, steps: Count) -> bool:
+        """Carry out an update; tell whether it was to change the averages at all."""
+        before = self._beside.state(self._count.read(self.n_averaged), averages)
+        plan = planned(self.rule, news, before, steps)
+        after, _ = run((plan, Lerp(copies.averages, copies.news, 1.0)), inplace=True)
+        buffers.replace(copies, self._device)
+        self._beside.keep(after)
+        self.n_averaged = self._count.write(self.n_averaged, after.count)
+        return plan.average is not before.average
 
     def attach(self, optimizer: Optimizer, model: Module) -> RemovableHandle:
         """Average after every step of an optimizer that changed the model.
@@ -188,7 +215,7 @@ class AveragedModel(TorchAveragedModel):
         Raises:
             TypeError, ValueError: the model does not have these tensors; nothing was written.
         """
-        if self._read_count() > 0:
+        if self._count.read(self.n_averaged) > 0:
             write(model, self._wide.get(dict(pairing.tensors(self.module))))
 
     def _averaged(self) -> dict[str, Tensor]:
@@ -197,34 +224,10 @@ class AveragedModel(TorchAveragedModel):
         buffers.divide(found, self.use_buffers)
         return found.averages
 
-    # ---- the count
-
-    def _read_count(self) -> int:
-        """Return the count, off an accelerator only where it may have changed since it was last read or written."""
-        buffer = self.n_averaged
-        if not buffer.is_meta and (buffer.device.type == "cpu" or not self._is_counted(buffer)):
-            self._count = int(buffer)
-            self._mark_count()
-        return self._count
-
-    def _write_count(self, count: int) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            if self.n_averaged.is_inference():
-                self.n_averaged = torch.full_like(self.n_averaged, count)
-            else:
-                self.n_averaged.fill_(count)
-        self._count = count
-        self._mark_count()
-
-    def _mark_count(self) -> None:
-        buffer = self.n_averaged
-        self._counted = None if buffer.is_inference() else (buffer, buffer._version)
-
-    def _is_counted(self, buffer: Tensor) -> bool:
-        if self._counted is None or buffer.is_inference():
-            return False
-        known, version = self._counted
-        return known is buffer and version == buffer._version
+    def _device(self) -> torch.device | None:
+        """Return the device of the average, None where it is on several."""
+        devices = {tensor.device for tensor in self.module.parameters()}
+        return devices.pop() if len(devices) == 1 else None
 
     # ---- moving, copying
 
@@ -236,7 +239,7 @@ class AveragedModel(TorchAveragedModel):
         tensors = self._wide.get(self._averaged())
         before = {name: value.detach() for name, value in tensors.items()}
         count = self.n_averaged
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._wide.move(self._averaged(), before, fn)
         self._beside.map_tensors(fn)
         if self.n_averaged.dtype != torch.int64:
@@ -247,12 +250,9 @@ class AveragedModel(TorchAveragedModel):
         """Move without copying values; nothing is averaged then, and the count is 0."""
         super().to_empty(device=device, recurse=recurse)
         self._wide.clear()
-        self._write_count(0)
+        self._beside = Beside(self.rule, self._wide.get(self._averaged()))
+        self.n_averaged = self._count.write(self.n_averaged, 0)
         return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and pickles, in which no version is that of the original."""
-        return self.__dict__ | {"_counted": None}
 
     # ---- saving, loading
 
@@ -307,7 +307,7 @@ class AveragedModel(TorchAveragedModel):
             if isinstance(new, Tensor) and value is not tensors[name] and new.dtype != tensors[name].dtype:
                 self._loaded[name] = new
                 state_dict[f"{prefix}module.{name}"] = new.to(tensors[name].dtype)
-        super()._load_from_state_dict(  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         if f"{prefix}_extra_state" in missing_keys and self.get_extra_state() is None:
@@ -318,7 +318,7 @@ class AveragedModel(TorchAveragedModel):
                 "so the next update averages them instead of replacing them",
                 stacklevel=2,
             )
-            self._write_count(1)
+            self.n_averaged = self._count.write(self.n_averaged, 1)
 
 
 def _finish_loading(averaged: Module, incompatible_keys: Any) -> None:

@@ -33,17 +33,18 @@ def update_bn(
 ) -> None:
     """Re-estimate the running statistics of every BatchNorm of a model, in one pass over the data.
 
-    With ``m_b`` the elements per channel that a BatchNorm sees in batch ``b`` of the ``loader`` (samples times positions)
-    and ``mean_b``, ``var_b`` their mean and unbiased variance, its statistics become
+    With ``m_b`` the elements per channel that a BatchNorm sees in batch ``b`` of the ``loader`` (samples times
+    positions), and ``mean_b`` and ``var_b`` their mean and unbiased variance, its statistics become
 
-    ``running_mean = sum(m_b mean_b) / sum(m_b)`` and ``running_var = sum(m_b var_b) / sum(m_b)``,
+    * ``running_mean = sum(m_b mean_b) / sum(m_b)``,
+    * ``running_var = sum(m_b var_b) / sum(m_b)``,
 
-    so that a sample weighs the same in a short last batch as in any other. They are summed up in float32 at least.
+    summed up in float32 at least. So a sample weighs the same in a short last batch as in any other.
 
-    A model that is in eval mode, looked at inside all wrappers, trains as a whole for the pass; in one that is in training
-    mode, sub-modules in eval mode are frozen, their statistics too. A BatchNorm that sees no data keeps its statistics.
-    Afterwards each sub-module has its own mode and momentum again, and after an error the statistics it had as well.
-    Code under ``torch.compile`` runs eagerly in the pass, and is not compiled again after it.
+    If the model inside all wrappers is in eval mode, every sub-module trains for the pass. If it is in training mode,
+    its sub-modules in eval mode are frozen and keep their statistics; so does a BatchNorm that sees no data. Afterwards
+    every sub-module has its mode and momentum again, and after an error the statistics from before. Code under
+    ``torch.compile`` runs eagerly in the pass and does not recompile because of it.
 
     Args:
         loader: the batches, read once. The model is called with a tensor as it is, with the first element of a list or
@@ -124,9 +125,9 @@ def _innermost(module: Module) -> Module:
 def _estimating(norm: _BatchNorm) -> Iterator[None]:
     """Give a BatchNorm the statistics of what it sees inside; on an error, or where it sees nothing, those it had.
 
-    With a momentum of 1 the running statistics are those of the newest batch, which a hook averages: summed up in 16 bits
-    they would stop moving after some hundred batches. They stand in tensors beside its own, so that nothing is written
-    to these before all went well.
+    With a momentum of 1 the running statistics are those of the newest batch, which a hook averages: summed up in 16
+    bits they would stop moving after some hundred batches. They stand in tensors beside its own, so that nothing is
+    written to these before all went well.
     """
     names = [name for name in (*_STATISTICS, _COUNTER) if norm._buffers.get(name) is not None]
     own = {name: getattr(norm, name) for name in names}
@@ -155,7 +156,7 @@ def _estimating(norm: _BatchNorm) -> Iterator[None]:
         norm.momentum = 1.0
         for name, tensor in own.items():
             if not is_lazy(tensor):
-                setattr(norm, name, torch.full_like(tensor, name == "running_var"))
+                setattr(norm, name, torch.full_like(tensor, float(name == "running_var")))
         yield
         if averages and _COUNTER in own:
             averages[_COUNTER] = getattr(norm, _COUNTER)
@@ -198,7 +199,7 @@ def _moved(batch: Any, device: Any) -> Any:
     """Return a batch with the tensors in it, at any depth, on a device; the same batch where that is None."""
     if device is None:
         return batch
-    if hasattr(batch, "to"):  # a tensor, or a container that knows which of its tensors may move
+    if callable(getattr(batch, "to", None)):  # a tensor, or a container that knows which of its tensors may move
         return batch.to(device)
     if isinstance(batch, Mapping):
         items = {key: _moved(value, device) for key, value in batch.items()}

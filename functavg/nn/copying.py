@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from functavg.nn.pairing import tensors, unwrap
@@ -23,7 +23,7 @@ def twin(model: Module) -> Module:
     """
     model = unwrap(model)
     for name, tensor in tensors(model):
-        if isinstance(tensor, UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise TypeError(f"{name} is an uninitialised (lazy) parameter; run one forward pass before averaging")
     with torch.inference_mode(False), torch.no_grad(), _PlainCopies():
         try:
@@ -75,6 +75,6 @@ def _resisting(model: Module) -> tuple[str, Module]:
     for name, module in reversed(list(model.named_modules())):
         try:
             copy.deepcopy(module)
-        except Exception:  # noqa: BLE001 - whatever it is, it is what we look for
+        except Exception:  # whatever it is, it is what we look for
             return name or "the model", module
     return "the model", model

@@ -20,7 +20,7 @@ from functavg.state import AverageState, Count, PyTree
 
 @dataclass(frozen=True)
 class MultiAvgFn(AveragingRule):
-    """A function of torch's kind for custom averages of many tensors at once, in place: ``fn(averages, params, count)``.
+    """A function of torch's kind for custom averages of many tensors in place: ``fn(averages, params, count)``.
 
     The first update copies. ``count`` counts models: it grows by 1 whatever ``steps`` is. The function is called once
     for each group of averages of one dtype and device, with real and complex tensors only; integers and bools take the

@@ -38,9 +38,13 @@ class WideValues:
         for tensor, value in state["held"]:
             self.put(tensor, value)
 
+    def are_tensors(self, tensors: Iterable[Tensor]) -> bool:
+        """Tell whether the value of each tensor is the tensor itself."""
+        return all(self._held_dtype(dtype) == dtype for dtype in {tensor.dtype for tensor in tensors})
+
     def get(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the values of tensors by name; a tensor of two names has one value."""
-        if all(self._held_dtype(dtype) == dtype for dtype in {tensor.dtype for tensor in tensors.values()}):
+        if self.are_tensors(tensors.values()):
             return dict(tensors)
         distinct = {id(tensor): self._value(tensor) for tensor in tensors.values()}
         return {name: distinct[id(tensor)] for name, tensor in tensors.items()}
@@ -66,9 +70,7 @@ class WideValues:
             dtype = self._held_dtype(tensor.dtype)
             self.put(tensor, value.detach().to(device=tensor.device, dtype=dtype, copy=True))
 
-    def move(
-        self, tensors: Mapping[str, Tensor], before: Mapping[str, Tensor], fn: Callable[[Tensor], Tensor]
-    ) -> None:
+    def move(self, tensors: Mapping[str, Tensor], before: Mapping[str, Tensor], fn: Callable[[Tensor], Tensor]) -> None:
         """Follow tensors that ``fn`` moved or converted: keep wide values of low-precision ones, return them to others.
 
         Args:

@@ -68,7 +68,7 @@ def _values(average: Any) -> Mapping[str, Tensor]:
     if isinstance(average, AveragedModel):
         average = average.state
     elif isinstance(average, TorchAveragedModel):
-        tensors = dict(average.module.named_parameters())
+        tensors: dict[str, Tensor] = dict(average.module.named_parameters())
         if average.use_buffers:
             tensors |= dict(average.module.named_buffers())
         return tensors if average.n_averaged > 0 else {}

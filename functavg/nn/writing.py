@@ -25,7 +25,7 @@ def targets(model: Module, values: Mapping[str, Any]) -> tuple[dict[str, Tensor]
             f"the model has no tensors named {pairing.some(unknown)}; it has {pairing.some(list(known))}. "
             "Names are those of named_parameters and named_buffers, without those of wrappers"
         )
-    distinct = {id(known[name]): name for name in reversed(values)}
+    distinct = {id(known[name]): name for name in reversed(list(values))}
     return {name: known[name] for name in distinct.values()}, {name: values[name] for name in distinct.values()}
 
 

@@ -58,7 +58,9 @@ class AveragingRule(ABC):
             steps: the number of steps since the last update.
         """
 
-    def update(self, params: T, state: AverageState[T], /, *, steps: Count = 1, inplace: bool = False) -> AverageState[T]:
+    def update(
+        self, params: T, state: AverageState[T], /, *, steps: Count = 1, inplace: bool = False
+    ) -> AverageState[T]:
         """Return the state after averaging in one more iterate.
 
         Args:
@@ -76,7 +78,8 @@ class AveragingRule(ABC):
             TypeError, ValueError: the params do not fit the state, or an argument is out of range. Nothing was
                 changed then.
         """
-        return run(planned(self, params, state, steps), inplace=inplace)
+        result: AverageState[T] = run(planned(self, params, state, steps), inplace=inplace)
+        return result
 
 
 def planned(rule: AveragingRule, params: PyTree, state: AverageState[Any], steps: Count) -> AverageState[Any]:
@@ -90,7 +93,7 @@ def planned(rule: AveragingRule, params: PyTree, state: AverageState[Any], steps
         raise TypeError(f"update(params, state): state must be an AverageState, got {type(state).__name__}{swapped}")
     if isinstance(params, AverageState):
         raise TypeError("update(params, state): params must be a tree of arrays, got an AverageState")
-    check_count(state.count, "state.count", 0)
+    state = state._replace(count=check_count(state.count, "state.count", 0))
     return rule.plan(params, state, check_count(steps, "steps", 1))
 
 
