@@ -9,10 +9,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from functavg import posthoc as posthoc
+from functavg import schedules as schedules
 from functavg import units as units
+from functavg.combinators import Every as Every
+from functavg.combinators import Partition as Partition
+from functavg.combinators import Several as Several
+from functavg.combinators import SkipNonFinite as SkipNonFinite
 from functavg.functional import cast_like as cast_like
 from functavg.functional import extend as extend
 from functavg.functional import lerp as lerp
+from functavg.profiles import Profile as Profile
+from functavg.profiles import profile as profile
 from functavg.rules.base import AveragingRule as AveragingRule
 from functavg.rules.base import WeightRule as WeightRule
 from functavg.rules.constant import Copy as Copy
@@ -20,6 +28,7 @@ from functavg.rules.constant import Freeze as Freeze
 from functavg.rules.ema import EMA as EMA
 from functavg.rules.functions import AvgFn as AvgFn
 from functavg.rules.functions import WeightFn as WeightFn
+from functavg.rules.lawa import LAWA as LAWA
 from functavg.rules.power import PowerEMA as PowerEMA
 from functavg.rules.swa import SWA as SWA
 from functavg.state import AverageState as AverageState
@@ -50,15 +59,21 @@ _NEEDS_TORCH = {
 
 __all__ = [
     "EMA",
+    "LAWA",
     "SWA",
     "AverageState",
     "AveragedModel",
     "AveragingRule",
     "AvgFn",
     "Copy",
+    "Every",
     "Freeze",
     "MultiAvgFn",
+    "Partition",
     "PowerEMA",
+    "Profile",
+    "Several",
+    "SkipNonFinite",
     "WeightFn",
     "WeightRule",
     "cast_like",
@@ -68,6 +83,9 @@ __all__ = [
     "get_swa_avg_fn",
     "get_swa_multi_avg_fn",
     "lerp",
+    "posthoc",
+    "profile",
+    "schedules",
     "swa_utils",
     "swapped",
     "units",

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 
 NAMESPACE = "functavg"
 
+# How paths through a node of JAX read, by the class of its keys.
+_ENTRIES: dict[str, type[optree.PyTreeEntry]] = {
+    "DictKey": optree.MappingEntry,
+    "GetAttrKey": optree.GetAttrEntry,
+    "SequenceKey": optree.SequenceEntry,
+}
+
 
 def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
     """Return the leaves and the structure of a tree; ``None`` is structure.
@@ -50,20 +57,21 @@ def paths(spec: optree.PyTreeSpec) -> list[str]:
     return [accessor.codify("tree") for accessor in optree.treespec_accessors(spec)]
 
 
+def keys(spec: optree.PyTreeSpec) -> list[tuple[Any, ...]]:
+    """Return the keys, indices and fields that lead to each leaf."""
+    accessors = optree.treespec_accessors(spec)
+    return [tuple(getattr(entry, "field", entry.entry) for entry in accessor) for accessor in accessors]
+
+
 def names(spec: optree.PyTreeSpec) -> list[str]:
     """Return the keys of each leaf joined by dots, as ``torch.nn.Module.named_parameters`` does."""
-    return [".".join(map(str, path)) for path in spec.paths()]
+    return [".".join(map(str, path)) for path in keys(spec)]
 
 
 def beneath(prefix: PyTree, tree: PyTree) -> list[tuple[Any, PyTree]]:
     """Return each leaf of ``prefix`` with what stands in its place in ``tree``; ValueError where it is no prefix."""
     leaves, spec = flatten(prefix)
     return list(zip(leaves, spec.flatten_up_to(tree), strict=True))
-
-
-def prefix_leaves(prefix: PyTree, tree: PyTree) -> list[Any]:
-    """Return the leaf of ``prefix`` above each leaf of ``tree``; ValueError where it is not a prefix."""
-    return [leaf for leaf, subtree in beneath(prefix, tree) for _ in flatten(subtree)[0]]
 
 
 def align(old: optree.PyTreeSpec, new: optree.PyTreeSpec, leaves: list[Any]) -> list[Any]:
@@ -101,13 +109,26 @@ def _register_jax_nodes(leaves: list[Any]) -> bool:
     examples = dict(zip(map(type, leaves), leaves, strict=True))
     found = [node for node, leaf in examples.items() if not all_leaves([leaf])]
     for node in found:
-        register(node, _flatten_jax_node, _unflatten_jax_node)
+        children, _ = _flatten_one_level(examples[node])
+        keys = {type(path[0]).__name__ for path, _ in children}
+        optree.register_pytree_node(
+            node,
+            _flatten_jax_node,
+            _unflatten_jax_node,
+            path_entry_type=_ENTRIES.get("".join(keys), optree.FlattenedEntry),
+            namespace=NAMESPACE,
+        )
     return bool(found)
 
 
-def _flatten_jax_node(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
+def _flatten_one_level(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
     flatten_with_path = sys.modules["jax.tree_util"].tree_flatten_with_path
     children, spec = flatten_with_path(node, is_leaf=lambda child: child is not node)
+    return children, spec
+
+
+def _flatten_jax_node(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
+    children, spec = _flatten_one_level(node)
     return [child for _, child in children], spec, tuple(_jax_key(path[0]) for path, _ in children)
 
 

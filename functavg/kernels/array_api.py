@@ -27,9 +27,10 @@ def copied(leaf: Any, dtype: str | None, device: Any) -> Any:
     """Return a new array of the values of ``leaf``, in the dtype that its average is held in."""
     library = leaf.__array_namespace__()
     held = dtypes.held_in(_name(leaf), dtype)
-    array = library.asarray(leaf, copy=True)
-    if held != _name(leaf):
-        array = library.astype(array, dtypes.named(library, held))
+    # A dtype that is given, even the same one, ends what JAX calls a weak type; an update would end it and trace anew.
+    array = library.asarray(
+        leaf, dtype=leaf.dtype if held == _name(leaf) else dtypes.named(library, held), copy=True
+    )
     return array if device is None else array.to_device(device)
 
 
@@ -143,7 +144,7 @@ def _lerp_leaf(old: Any, new: Any, weight: Weight) -> Any:
         if weight == 0:
             return old
         if weight == 1 or whole:
-            return library.astype(library.asarray(new, copy=True), old.dtype, copy=False)
+            return library.asarray(new, dtype=old.dtype, copy=True)
         return _blend(old, library.astype(new, old.dtype), weight)
     new = library.astype(new, old.dtype)
     if whole:

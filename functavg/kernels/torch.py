@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 
-from functavg.kernels import dtypes
+from functavg.kernels import dtensor, dtypes
 from functavg.scalars import is_host
 from functavg.state import Count, Weight
 
@@ -39,6 +39,8 @@ class Group:
     """Whether the new tensors have the dtype and the device of all the averages."""
     foreach: bool
     """Whether the grouped kernels know these tensors; elsewhere each leaf is a call of its own."""
+    wholes: list[list[Tensor]] | None = None
+    """The DTensors of which ``averages`` are the shards."""
 
 
 def outside_autograd(fn: Callable[P, R]) -> Callable[P, R]:
@@ -89,14 +91,13 @@ def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], 
 def _group(indices: Sequence[int], averages: list[list[Any]], news: list[Any], transformed: bool) -> Group:
     first = [*(olds[indices[0]] for olds in averages), news[indices[0]]]
     alike = all(leaf.dtype == first[0].dtype and leaf.device == first[0].device for leaf in first)
-    plain = all(type(leaf) in (Tensor, Parameter) for leaf in first)
-    return Group(
-        indices,
-        [[olds[index] for index in indices] for olds in averages],
-        [news[index] for index in indices],
-        alike=alike,
-        foreach=plain and not transformed,
-    )
+    groups = [[leaves[index] for index in indices] for leaves in (*averages, news)]
+    wholes = None
+    if dtensor.is_sharded(first[0]) and not transformed:
+        wholes = groups[:-1]
+        groups = [[dtensor.local(leaf) for leaf in leaves] for leaves in groups]
+    plain = all(type(leaves[0]) in (Tensor, Parameter) for leaves in groups)
+    return Group(indices, groups[:-1], groups[-1], alike, foreach=plain and not transformed, wholes=wholes)
 
 
 def _uniform(lists: list[list[Any]]) -> bool:
@@ -124,6 +125,7 @@ def _check(average: Any, new: Any, where: Callable[[], str]) -> None:
     reason = refusal(average) or refusal(new)
     if reason is not None:
         raise TypeError(f"{where()}: expected a dense tensor, got {reason}")
+    dtensor.check(average, new, where)
     if average.shape != new.shape:
         hint = "a parameter of size 0 is one that an engine has partitioned away, gather it first"
         raise ValueError(
@@ -162,10 +164,23 @@ def lerp(groups: list[Group], weights: list[Weight], inplace: bool) -> list[list
     results: list[list[Any]] = [[None] * sum(len(group.indices) for group in groups) for _ in weights]
     for group in groups:
         steps = [(olds, _weight_of(weight, olds[0])) for olds, weight in zip(group.averages, weights, strict=True)]
-        for result, leaves in zip(results, _step(group, steps, inplace), strict=True):
+        for result, leaves in zip(results, _unsharded(group, _step(group, steps, inplace)), strict=True):
             for index, leaf in zip(group.indices, leaves, strict=True):
                 result[index] = leaf
     return results
+
+
+def _unsharded(group: Group, results: list[list[Tensor]]) -> list[list[Tensor]]:
+    """Return the DTensors of which a group's results are the shards, those of the group where they were written to."""
+    if group.wholes is None:
+        return results
+    return [
+        [
+            whole if shard is old else dtensor.like(shard, whole)
+            for shard, old, whole in zip(shards, olds, wholes, strict=True)
+        ]
+        for shards, olds, wholes in zip(results, group.averages, group.wholes, strict=True)
+    ]
 
 
 def _weight_of(weight: Weight, leaf: Tensor) -> Weight:
@@ -305,13 +320,11 @@ def finite(leaves: list[Tensor]) -> Tensor | bool:
     extrema: list[Tensor] = []
     groups: dict[Any, list[Tensor]] = {}
     grouped = not _transformed()
-    for leaf in leaves:
+    for leaf in map(dtensor.local, leaves):
         if _kind(leaf) not in (dtypes.REAL, dtypes.COMPLEX) or leaf.numel() == 0 or leaf.is_meta:
             continue
         real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
-        if hasattr(real, "full_tensor"):  # the ranks that share a DTensor have to agree
-            extrema.append(torch.linalg.vector_norm(real, torch.inf).full_tensor())
-        elif real.dtype.itemsize == 1:
+        if real.dtype.itemsize == 1:
             extrema += torch.aminmax(real.to(torch.bfloat16))
         elif grouped and real.is_cuda and type(leaf) in (Tensor, Parameter):
             groups.setdefault((real.dtype, real.device), []).append(real)
@@ -323,7 +336,8 @@ def finite(leaves: list[Tensor]) -> Tensor | bool:
     for extremum in extrema:
         stacks.setdefault((extremum.dtype, extremum.device), []).append(extremum)
     flags = [torch.stack(stack).isfinite().all() for stack in stacks.values()]
-    return functools.reduce(lambda flag, other: flag & other.to(flag.device), flags) if flags else True
+    flag = functools.reduce(lambda flag, other: flag & other.to(flag.device), flags) if flags else True
+    return dtensor.agreed(flag, leaves)
 
 
 # ---- steps by a user's function
@@ -358,7 +372,7 @@ def apply(
             if not is_host(count):  # only the device knows whether this is the first model, which is copied
                 first = counts[device] == 0
                 leaves = [lerp_leaf(leaf, new, first, inplace) for leaf, new in zip(leaves, group.news, strict=True)]
-        for index, leaf in zip(group.indices, leaves, strict=True):
+        for index, leaf in zip(group.indices, _unsharded(group, [leaves])[0], strict=True):
             result[index] = leaf
     return result
 

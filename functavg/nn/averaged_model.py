@@ -102,16 +102,19 @@ class AveragedModel(TorchAveragedModel):
         if module is not None:
             write(self.module, dict(pairing.tensors(model)))
         self._beside = Beside(self.rule, self._wide.get(self._averaged()))
+        self.register_state_dict_post_hook(_finish_saving)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_finish_loading)  # type: ignore[no-untyped-call]
 
     @property
     def rule(self) -> AveragingRule:
         """The rule that updates follow: that of ``multi_avg_fn`` or ``avg_fn``, else the one given, else ``SWA()``."""
-        if self.multi_avg_fn is not None:
-            return getattr(self.multi_avg_fn, "rule", None) or MultiAvgFn(self.multi_avg_fn)
-        if self.avg_fn is not None:
-            return getattr(self.avg_fn, "rule", None) or AvgFn(self.avg_fn)
-        return self._rule or SWA()
+        fn = self.avg_fn if self.multi_avg_fn is None else self.multi_avg_fn
+        own = self._rule if fn is None else getattr(fn, "rule", None)
+        if isinstance(own, AveragingRule):
+            return own
+        if fn is None:
+            return SWA()
+        return AvgFn(fn) if self.multi_avg_fn is None else MultiAvgFn(fn)
 
     @property
     def state(self) -> AverageState[Any]:
@@ -145,7 +148,7 @@ class AveragedModel(TorchAveragedModel):
 
         Whatever is wrong is left to the way by name, which can say where.
         """
-        if not isinstance(self.rule, WeightRule) or self.use_buffers:
+        if type(self.rule).plan is not WeightRule.plan or self.use_buffers:
             return False
         found = pairing.in_step(self.module, model)
         if found is None or not self._wide.are_tensors(found[0]):
@@ -236,14 +239,15 @@ class AveragedModel(TorchAveragedModel):
 
         What becomes low precision keeps its value beside it, what becomes wide takes that value back.
         """
-        tensors = self._wide.get(self._averaged())
-        before = {name: value.detach() for name, value in tensors.items()}
-        count = self.n_averaged
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._wide.move(self._averaged(), before, fn)
-        self._beside.map_tensors(fn)
-        if self.n_averaged.dtype != torch.int64:
-            self.n_averaged = count.to(self.n_averaged.device)
+        tensors = self._averaged()
+        before = {name: (tensors[name].dtype, value.detach()) for name, value in self._wide.get(tensors).items()}
+        count = self._count.read(self.n_averaged)
+        with torch.inference_mode(False), torch.no_grad():
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            self._wide.move(self._averaged(), before, fn)
+            self._beside.map_tensors(fn)
+        # Whatever fn does to values, the count stays what it was.
+        self.n_averaged = self._count.write(self.n_averaged.to(torch.int64), count)
         return self
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> AveragedModel:
@@ -255,21 +259,6 @@ class AveragedModel(TorchAveragedModel):
         return self
 
     # ---- saving, loading
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a dictionary of the state: ``n_averaged`` and ``module.*`` as torch's, low precision as float32.
-
-        The memory of a rule that has one is in ``_extra_state``.
-        """
-        destination = super().state_dict(*args, **kwargs)
-        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "") + "module."
-        tensors = {name: tensor for name, tensor in self._own_tensors().items() if prefix + name in destination}
-        for name, value in self._wide.get(tensors).items():
-            if value is not tensors[name]:
-                destination[prefix + name] = value
-        if destination.get(prefix.removesuffix("module.") + "_extra_state", ...) is None:
-            del destination[prefix.removesuffix("module.") + "_extra_state"]
-        return destination
 
     def get_extra_state(self) -> dict[str, Any] | None:
         """Return the memory of the rule, and averages beside the first, as tensors and numbers by path."""
@@ -285,9 +274,10 @@ class AveragedModel(TorchAveragedModel):
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """Return all tensors of the module by the names that its state_dict has."""
-        return dict(self.module.named_parameters(remove_duplicate=False)) | dict(
-            self.module.named_buffers(remove_duplicate=False)
-        )
+        parameters = self.module.named_parameters(remove_duplicate=False)
+        tensors = dict(parameters) | dict(self.module.named_buffers(remove_duplicate=False))
+        # Wrappers for activation checkpoints, which a ready module may have, leave themselves out of a state_dict.
+        return {name.replace("_checkpoint_wrapped_module.", ""): tensor for name, tensor in tensors.items()}
 
     def _load_from_state_dict(
         self,
@@ -300,16 +290,24 @@ class AveragedModel(TorchAveragedModel):
         error_msgs: list[str],
     ) -> None:
         """Load the count, and put aside the wide values: the module is loaded with their rounding."""
-        tensors = self._own_tensors()
-        self._loaded = {}
-        for name, value in self._wide.get(tensors).items():
-            new = state_dict.get(f"{prefix}module.{name}")
-            if isinstance(new, Tensor) and value is not tensors[name] and new.dtype != tensors[name].dtype:
-                self._loaded[name] = new
-                state_dict[f"{prefix}module.{name}"] = new.to(tensors[name].dtype)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        self.n_averaged = self.n_averaged.to(torch.int64)
+        tensors = self._own_tensors()
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        places: dict[Any, Tensor] = {}
+        self._loaded = {}
+        for name, value in self._wide.get(tensors).items():
+            new = state_dict.get(f"{prefix}module.{name}")
+            if not isinstance(new, Tensor) or new.layout != torch.strided:
+                continue
+            if value is not tensors[name] and new.dtype != tensors[name].dtype:
+                self._loaded[name] = new
+                state_dict[f"{prefix}module.{name}"] = new.to(tensors[name].dtype)
+            elif assign and places.setdefault((new.untyped_storage(), new.storage_offset()), new) is not new:
+                # Assigned, tied weights would be two over one memory, and each averaged by the updates of both.
+                state_dict[f"{prefix}module.{name}"] = new.clone()
         if f"{prefix}_extra_state" in missing_keys and self.get_extra_state() is None:
             missing_keys.remove(f"{prefix}_extra_state")
         if f"{prefix}n_averaged" in missing_keys and any(key.startswith(f"{prefix}module.") for key in state_dict):
@@ -319,6 +317,19 @@ class AveragedModel(TorchAveragedModel):
                 stacklevel=2,
             )
             self.n_averaged = self._count.write(self.n_averaged, 1)
+
+
+def _finish_saving(averaged: Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Put the wide values in the place of their rounding, and leave out the memory of a rule that has none."""
+    del local_metadata
+    if isinstance(averaged, AveragedModel):
+        own = averaged._own_tensors()
+        tensors = {name: tensor for name, tensor in own.items() if f"{prefix}module.{name}" in state_dict}
+        for name, value in averaged._wide.get(tensors).items():
+            if value is not tensors[name]:
+                state_dict[f"{prefix}module.{name}"] = value
+        if state_dict.get(f"{prefix}_extra_state", ...) is None:
+            del state_dict[f"{prefix}_extra_state"]
 
 
 def _finish_loading(averaged: Module, incompatible_keys: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from functavg import trees
@@ -43,11 +44,15 @@ class Beside:
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Move all tensors as ``fn`` does, without changing their dtypes."""
 
+        done: dict[int, Tensor] = {}  # what is shared stays shared
+
         def move(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            moved = fn(leaf)
-            return moved if moved.dtype == leaf.dtype else leaf.to(moved.device)
+            if id(leaf) not in done:
+                moved = fn(leaf)
+                done[id(leaf)] = moved if moved.dtype == leaf.dtype else leaf.to(moved.device)
+            return done[id(leaf)]
 
         self.memory, self._averages = trees.tree_map(move, (self.memory, self._averages))
 
@@ -71,8 +76,11 @@ class Beside:
                 f"the extra state is that of another rule or model: it lacks {lacks[:4]} and has {has[:4]}. "
                 "Load it into an AveragedModel with the rule that it was saved with"
             )
-        loaded = [_like(extra[path], leaf, path) for path, leaf in zip(paths, leaves, strict=True)]
-        self._averages, self.memory = trees.unflatten(spec, loaded)
+        with torch.inference_mode(False):
+            loaded = [_like(extra[path], leaf, path) for path, leaf in zip(paths, leaves, strict=True)]
+        firsts = {id(leaf): index for index, leaf in reversed(list(enumerate(leaves))) if isinstance(leaf, Tensor)}
+        shared = [loaded[firsts.get(id(leaf), index)] for index, leaf in enumerate(leaves)]
+        self._averages, self.memory = trees.unflatten(spec, shared)
 
 
 def _first(average: Any, spec: Any) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from functavg.nn.pairing import Pairs, is_averageable
+from functavg.kernels.torch import refusal
+from functavg.nn.pairing import Pairs, as_dict, is_averageable
 
 UseBuffers = bool | Callable[[str, Tensor], bool]
 
@@ -26,15 +27,16 @@ class Copies:
 def divide(pairs: Pairs, use_buffers: UseBuffers) -> Copies:
     """Move the buffers that are averaged to the tensors of ``pairs``; return the others."""
     copies = Copies()
+    takers: dict[int, Tensor] = {}
     for path, average, model in pairs.buffers:
-        name = path.rpartition(".")[2]
-        old, new = average._buffers.get(name), model._buffers[name]
+        name, mine = path.rpartition(".")[2], as_dict(average._buffers)
+        old, new = mine.get(name), model._buffers[name]
         if old is None or new is None:
-            if old is not new or name not in average._buffers:
+            if old is not new or name not in mine:
                 copies.replaced.append((name, average, model))
         elif use_buffers and is_averageable(name, model, new) and _wanted(use_buffers, path, new):
             pairs.averages[path], pairs.news[path] = old, new
-        elif old.shape != new.shape or not torch.can_cast(new.dtype, old.dtype):
+        elif not _can_take(old, new) or takers.setdefault(id(old), new) is not new:  # shared, and parted in the model
             copies.replaced.append((name, average, model))
         else:
             copies.averages.append(old)
@@ -54,6 +56,13 @@ def replace(copies: Copies, device: Callable[[], torch.device | None]) -> None:
         place = device() if old is None else old.device
         buffer = None if new is None else new.detach().clone().to(place)
         average.register_buffer(name, buffer, persistent=name not in model._non_persistent_buffers_set)
+
+
+def _can_take(old: Tensor, new: Tensor) -> bool:
+    """Tell whether one dense tensor can be copied into another."""
+    if refusal(old) is not None or refusal(new) is not None:
+        return False
+    return old.shape == new.shape and torch.can_cast(new.dtype, old.dtype)
 
 
 def _wanted(use_buffers: UseBuffers, path: str, buffer: Tensor) -> bool:

@@ -40,18 +40,34 @@ class _PlainCopies(TorchFunctionMode):
     """Makes copies of tensors plain ones.
 
     What a module has cached (the weight of a legacy weight_norm, an activation of its last forward) is part of a graph,
-    which a deep copy refuses; a gradient is not wanted, and an expanded buffer cannot be written to.
+    which a deep copy refuses; a gradient is not wanted, an expanded buffer cannot be written to, and of two buffers
+    over one memory each would be averaged by the updates of both.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memories: set[Any] = set()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is Tensor.__deepcopy__:
             tensor, memo = args
-            if id(tensor) not in memo and (not tensor.is_leaf or tensor.grad is not None or _is_expanded(tensor)):
+            if id(tensor) not in memo and (
+                not tensor.is_leaf or tensor.grad is not None or _is_expanded(tensor) or self._is_view(tensor)
+            ):
                 memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.is_leaf and tensor.requires_grad)
                 return memo[id(tensor)]
         return func(*args, **(kwargs or {}))
+
+
+    def _is_view(self, tensor: Tensor) -> bool:
+        """Tell whether another tensor over the same memory was copied before."""
+        if tensor.layout != torch.strided:
+            return False
+        known = tensor.untyped_storage() in self._memories
+        self._memories.add(tensor.untyped_storage())
+        return known
 
 
 def _is_expanded(tensor: Tensor) -> bool:

@@ -101,7 +101,9 @@ def in_step(average: Module, model: Module) -> tuple[list[Tensor], list[Tensor],
     news: list[Any] = []
     buffers: list[tuple[str, Module, Module]] = []
     for one, other in zip(mine, theirs, strict=True):  # both grow on the way
-        if one is None or other is None or list(one._parameters) != list(other._parameters):
+        if one is None or other is None or not (_has_dicts(one) and _has_dicts(other)):
+            return None
+        if list(one._parameters) != list(other._parameters):
             return None
         averages += one._parameters.values()
         news += other._parameters.values()
@@ -124,6 +126,11 @@ def in_step(average: Module, model: Module) -> tuple[list[Tensor], list[Tensor],
 def tensors(model: Module) -> Iterator[tuple[str, Tensor]]:
     """Yield all parameters and buffers of a model by name, those that are shared under each of their names."""
     return _tensors(unwrap(model), "")
+
+
+def as_dict(store: Any) -> dict[str, Any]:
+    """Return what a module holds by name; that of a scripted module is no dict."""
+    return store if isinstance(store, dict) else dict(store.items())
 
 
 def is_averageable(name: str, module: Module, buffer: Tensor) -> bool:
@@ -157,10 +164,10 @@ class _Walk:
         if pair in self._seen:
             return
         self._seen.add(pair)
-        self._pair_parameters(average._parameters, model._parameters, prefix)
-        for name in model._buffers:
+        self._pair_parameters(as_dict(average._parameters), as_dict(model._parameters), prefix)
+        for name in as_dict(model._buffers):
             self.found.buffers.append((prefix + name, average, model))
-        children, others = average._modules, model._modules
+        children, others = as_dict(average._modules), as_dict(model._modules)
         for name, child in children.items():
             other = others.get(name)
             if child is not None and other is not None:
@@ -198,6 +205,10 @@ def _tensors(module: Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
     for name, child in module._modules.items():
         if child is not None:
             yield from _tensors(unwrap(child), f"{prefix}{name}.")
+
+
+def _has_dicts(module: Module) -> bool:
+    return isinstance(module._parameters, dict)
 
 
 def _parameter_names(module: Module, prefix: str) -> list[str]:

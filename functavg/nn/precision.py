@@ -68,25 +68,31 @@ class WideValues:
         """Remember a copy of a value, in the form in which this tensor's average is held, if it is the tensor's."""
         if value.shape == tensor.shape:
             dtype = self._held_dtype(tensor.dtype)
-            self.put(tensor, value.detach().to(device=tensor.device, dtype=dtype, copy=True))
+            with torch.inference_mode(False):
+                self.put(tensor, value.detach().to(device=tensor.device, dtype=dtype, copy=True))
 
-    def move(self, tensors: Mapping[str, Tensor], before: Mapping[str, Tensor], fn: Callable[[Tensor], Tensor]) -> None:
+    def move(
+        self,
+        tensors: Mapping[str, Tensor],
+        before: Mapping[str, tuple[torch.dtype, Tensor]],
+        fn: Callable[[Tensor], Tensor],
+    ) -> None:
         """Follow tensors that ``fn`` moved or converted: keep wide values of low-precision ones, return them to others.
 
         Args:
             tensors: the tensors as they are now, by name.
-            before: the values that they had.
+            before: the dtypes and values that they had.
             fn: what was applied to each of them.
         """
         self._held.clear()
-        with torch.inference_mode(False), torch.no_grad():
-            for name, tensor in tensors.items():
-                dtype, value = self._held_dtype(tensor.dtype), before[name]
-                if dtype != tensor.dtype:
-                    moved = fn(value)  # what shares memory, or changes its format, goes on to
-                    self.put(tensor, moved if moved.dtype == dtype else value.to(tensor.device, dtype))
-                elif value.dtype != tensor.dtype and tensor.is_floating_point() and not tensor.is_meta:
-                    tensor.copy_(value)
+        for name in tensors.keys() & before.keys():  # a conversion may have made an integer buffer averageable
+            tensor, (old_dtype, value) = tensors[name], before[name]
+            dtype = self._held_dtype(tensor.dtype)
+            if dtype != tensor.dtype:
+                moved = fn(value)  # what shares memory, or changes its format, goes on to
+                self.put(tensor, moved if moved.dtype == dtype else value.to(tensor.device, dtype))
+            elif value.dtype != old_dtype and not tensor.is_meta:
+                tensor.copy_(value)
 
     def narrow(self, tensors: Iterable[Tensor]) -> None:
         """Convert tensors of more bits than the average is to be held in."""
@@ -120,5 +126,10 @@ def _bits(dtype: torch.dtype | str) -> int:
 
 
 def _mark(tensor: Tensor) -> Any:
-    """Return what changes whenever a tensor is written to or moved; an inference tensor does not tell."""
-    return None if tensor.is_inference() else (tensor._version, tensor.dtype, tensor.device, tensor.shape)
+    """Return what changes whenever a tensor is written to, moved or given other memory by ``.data``.
+
+    An inference tensor does not tell.
+    """
+    if tensor.is_inference():
+        return None
+    return tensor._version, tensor.dtype, tensor.device, tensor.shape, tensor.untyped_storage()

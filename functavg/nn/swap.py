@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim.swa_utils import AveragedModel as TorchAveragedModel
 
 from functavg import trees
@@ -68,10 +68,8 @@ def _values(average: Any) -> Mapping[str, Tensor]:
     if isinstance(average, AveragedModel):
         average = average.state
     elif isinstance(average, TorchAveragedModel):
-        tensors: dict[str, Tensor] = dict(average.module.named_parameters())
-        if average.use_buffers:
-            tensors |= dict(average.module.named_buffers())
-        return tensors if average.n_averaged > 0 else {}
+        everything = pairing.tensors(average.module) if average.n_averaged > 0 else ()
+        return {name: tensor for name, tensor in everything if average.use_buffers or isinstance(tensor, Parameter)}
     if isinstance(average, AverageState):
         if is_host(average.count) and average.count == 0:
             return {}

@@ -1,0 +1,54 @@
+"""The code of README.md and docs/ are tests: one namespace a document, its blocks in their order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from typing import Any
+
+import pytest
+from sybil import Sybil
+from sybil.integration.pytest import SybilItem
+from sybil.parsers.myst import PythonCodeBlockParser
+
+# Plots are drawn without a screen, also by what a test starts as a process of its own.
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+collect_ignore = ["docs/conf.py"]
+
+
+def _enter_empty_folder(namespace: dict[str, Any]) -> None:
+    """What a document writes goes into a folder of its own."""
+    stack = namespace["_folder"] = contextlib.ExitStack()
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    stack.callback(os.chdir, os.getcwd())
+    os.chdir(folder)
+
+
+def _leave_folder(namespace: dict[str, Any]) -> None:
+    namespace.pop("_folder").close()
+
+
+# No parser for "skip" comments: every block runs.
+pytest_collect_file = Sybil(
+    parsers=[PythonCodeBlockParser()],
+    patterns=["README.md", "docs/*.md", "docs/**/*.md"],
+    setup=_enter_empty_folder,
+    teardown=_leave_folder,
+).pytest()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put a document's blocks back together and in their order, which pytest-randomly has shuffled."""
+    blocks: dict[pytest.Collector | None, list[SybilItem]] = {}
+    for item in items:
+        if isinstance(item, SybilItem):
+            blocks.setdefault(item.parent, []).append(item)
+    ordered: list[pytest.Item] = []
+    for item in items:
+        if not isinstance(item, SybilItem):
+            ordered.append(item)
+        elif item is blocks[item.parent][0]:
+            ordered += sorted(blocks[item.parent], key=lambda block: block.example.line)
+    items[:] = ordered

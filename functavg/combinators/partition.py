@@ -1,0 +1,176 @@
+"""Rules for different leaves."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from functavg import trees
+from functavg.combinators.base import Door, Product, Rules
+from functavg.combinators.several import Several
+from functavg.plan import Intention, is_shareable
+from functavg.rules.base import AveragingRule
+from functavg.scalars import are_shared, identity
+from functavg.state import AverageState, Count, PyTree, T
+
+
+@dataclass(frozen=True)
+class Partition(Product):
+    """Different rules for different leaves, chosen by label.
+
+    Each rule sees the whole tree with ``None`` in the place of what is not its own, so names and paths stay those of
+    the params. ``memory`` is ``{label: state without its average}``. A label's clock runs while it has leaves, and the
+    count is the least of these; leaves that ``extend`` adds take the clock of their label, a new one from 0.
+
+    Args:
+        rules: ``{label: rule}``, at least one. ``Several`` may not be among them, at any depth.
+        label: ``label(name, leaf) -> label``, with ``name`` the keys joined by dots as in ``named_parameters``; or a
+            tree of labels, in which one label may stand for a whole subtree of the params. A leaf must have the same
+            label at every update.
+
+    Raises:
+        TypeError: ``rules`` is no mapping to rules, or one of them has several averages.
+        ValueError: ``rules`` is empty. At ``init`` and ``update``: a label is unknown, the labels are no prefix of
+            the params, or two leaves share memory and not their label.
+
+    Example:
+        >>> import functavg, numpy as np
+        >>> rules = {"slow": functavg.EMA(0.75), "newest": functavg.Copy()}
+        >>> rule = functavg.Partition(rules, {"body": "slow", "head": "newest"})
+        >>> state = rule.init({"body": [np.zeros(1), np.zeros(1)], "head": np.zeros(1)})
+        >>> for value in (0.0, 1.0):
+        ...     new = np.full(1, value)
+        ...     state = rule.update({"body": [new, new + 1], "head": new}, state)
+        >>> state.average
+        {'body': [array([0.25]), array([1.25])], 'head': array([1.])}
+
+    Source: optax.partition.
+    """
+
+    rules: Mapping[Any, AveragingRule]
+    label: Callable[[str, Any], Any] | PyTree = field(hash=False)
+    _by_keys: dict[tuple[Any, ...], Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", Rules(self.rules))
+        if not callable(self.label):
+            labels, spec = trees.flatten(self.label)
+            object.__setattr__(self, "label", trees.unflatten(spec, labels))  # what the caller does to his is his own
+            self._by_keys.update(zip(trees.keys(spec), labels, strict=True))
+        for label, rule in self.rules.items():
+            if _has_several(rule):
+                raise TypeError(
+                    f"rules[{label!r}] must have one average for each leaf, got {rule!r}. "
+                    "Put it the other way round: Several({name: Partition(...)})"
+                )
+
+    def init(self, params: T, /, *, dtype: Any = None, device: Any = None) -> AverageState[T]:
+        leaves, spec = trees.flatten(params)
+        division = _Division(spec, self._labels(spec, leaves))
+        division.check_shared(leaves)
+        states = {
+            label: self.rules[label].init(part, dtype=dtype, device=device)
+            for label, part in division.parts(self.rules, leaves).items()
+        }
+        return self._joined(states, division.joined(states), division.used or self.rules)
+
+    def plan(self, params: PyTree, state: AverageState[Any], steps: Count) -> AverageState[Any]:
+        """Return the plans of all rules that have leaves; their averages are put together once carried out."""
+        averages, spec = trees.flatten(state.average)
+        leaves, params_spec = trees.flatten(params)
+        leaves = trees.align(spec, params_spec, leaves)
+        division = _Division(spec, self._labels(spec, leaves))
+        division.check_shared(averages)
+        news = division.parts(self.rules, leaves)
+        states = self._inner(state, division.parts(self.rules, averages))
+        for label in division.used:
+            states[label] = self.rules[label].plan(news[label], states[label], steps)
+        return self._joined(states, division.joined(states), division.used or self.rules)
+
+    def _labels(self, spec: Any, leaves: Sequence[Any]) -> list[Any]:
+        """Return the label of each leaf."""
+        if callable(self.label):
+            labels = [self.label(name, leaf) for name, leaf in zip(trees.names(spec), leaves, strict=True)]
+        else:
+            labels = [self._label_above(keys) for keys in trees.keys(spec)]
+        for index, label in enumerate(labels):
+            if label not in self.rules:
+                raise ValueError(
+                    f"{trees.paths(spec)[index]}: expected a label of {list(self.rules)}, got {label!r}. "
+                    "Add a rule for it, such as Copy() or Freeze(), or label it otherwise"
+                )
+        return labels
+
+    def _label_above(self, keys: tuple[Any, ...]) -> Any:
+        """Return the label in the tree of labels that stands at these keys or above, None where there is none."""
+        above = [keys[:end] for end in range(len(keys) + 1)]
+        return next((self._by_keys[keys] for keys in above if keys in self._by_keys), None)
+
+
+class _Division:
+    """A tree divided by labels into parts: nested dicts with the paths of the tree, each with the leaves of a label."""
+
+    def __init__(self, spec: Any, labels: list[Any]) -> None:
+        self.spec = spec
+        self.labels = labels
+        self.used = list(dict.fromkeys(labels))
+
+    def parts(self, all_labels: Iterable[Any], leaves: Sequence[Any]) -> dict[Any, PyTree]:
+        """Return the part of each label."""
+        parts: dict[Any, Any] = {label: {} for label in all_labels}
+        for keys, label, leaf in zip(trees.keys(self.spec), self.labels, leaves, strict=True):
+            if not keys:  # the tree is one array
+                parts[label] = leaf
+                break
+            node = parts[label]
+            for key in keys[:-1]:
+                node = node.setdefault(key, {})
+            node[keys[-1]] = leaf
+        return parts
+
+    def joined(self, states: Mapping[Any, AverageState[Any]]) -> PyTree:
+        """Return the tree of these averages, or what becomes it once the intentions among them are carried out."""
+        return _joined((self.spec, self.labels, self.used), [states[label].average for label in self.used])
+
+    def check_shared(self, leaves: Sequence[Any]) -> None:
+        """Raise a ValueError where two leaves of different labels share memory, which would be averaged twice."""
+        if not are_shared(leaves):
+            return
+        holders: dict[Hashable, int] = {}
+        for index, leaf in enumerate(leaves):
+            first = holders.setdefault(identity(leaf), index)
+            if self.labels[first] != self.labels[index] and is_shareable(leaf):
+                paths = trees.paths(self.spec)
+                raise ValueError(
+                    f"{paths[first]} and {paths[index]} share one array, but have the labels "
+                    f"{self.labels[first]!r} and {self.labels[index]!r}; give them one label"
+                )
+
+
+class _Parts:
+    """A tree in parts that intentions stand for: a node, which turns into the tree when results take their place."""
+
+    def __init__(self, form: Any, parts: Sequence[PyTree]) -> None:
+        self.form = form
+        self.parts = parts
+
+
+def _joined(form: Any, parts: Sequence[PyTree]) -> PyTree:
+    if any(isinstance(part, (*Intention, _Parts)) for part in parts):
+        return _Parts(form, parts)
+    spec, labels, used = form
+    by_label = dict(zip(used, parts, strict=True))
+    places = zip(trees.keys(spec), labels, strict=True)
+    return trees.unflatten(spec, [functools.reduce(operator.getitem, keys, by_label[label]) for keys, label in places])
+
+
+trees.register(_Parts, lambda node: (node.parts, node.form), _joined)
+
+
+def _has_several(rule: AveragingRule) -> bool:
+    if isinstance(rule, Door):
+        return _has_several(rule.rule)
+    return isinstance(rule, Several) or (isinstance(rule, Product) and any(map(_has_several, rule.rules.values())))

@@ -1,0 +1,56 @@
+"""Several averages of one stream of params."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from functavg.combinators.base import Product, Rules
+from functavg.rules.base import AveragingRule
+from functavg.state import AverageState, Count, PyTree
+
+
+@dataclass(frozen=True)
+class Several(Product):
+    """Several averages of the same params, which are read and converted once.
+
+    ``average`` is ``{name: average}``, ``memory`` is ``{name: state without its average}``, and the count is the least
+    of theirs. It cannot stand inside a ``Partition``, which has one average for each leaf.
+
+    Args:
+        rules: ``{name: rule}``, at least one.
+
+    Raises:
+        TypeError: ``rules`` is no mapping of strings to rules.
+        ValueError: ``rules`` is empty.
+
+    Example:
+        >>> import functavg, numpy as np
+        >>> rule = functavg.Several({"fast": functavg.EMA(0.5), "slow": functavg.EMA(0.75)})
+        >>> state = rule.init(np.zeros(1))
+        >>> for value in (0.0, 1.0):
+        ...     state = rule.update(np.full(1, value), state)
+        >>> state.average
+        {'fast': array([0.5]), 'slow': array([0.25])}
+
+    Source: the profiles of two widths that Karras et al., 2024 (EDM2) keep for one training run.
+    """
+
+    rules: Mapping[str, AveragingRule]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", Rules(self.rules))
+        for name in self.rules:
+            if not isinstance(name, str):
+                raise TypeError(f"rules must be named by strings, got {name!r} of {type(name).__name__}")
+
+    def init(self, params: PyTree, /, *, dtype: Any = None, device: Any = None) -> AverageState[Any]:
+        states = {name: rule.init(params, dtype=dtype, device=device) for name, rule in self.rules.items()}
+        return self._joined(states, {name: state.average for name, state in states.items()}, states)
+
+    def plan(self, params: PyTree, state: AverageState[Any], steps: Count) -> AverageState[Any]:
+        """Return the plans of all rules; they name the same params, so that ``run`` takes their steps together."""
+        inner = self._inner(state, state.average)
+        planned = {name: rule.plan(params, inner[name], steps) for name, rule in self.rules.items()}
+        return self._joined(planned, {name: it.average for name, it in planned.items()}, planned)

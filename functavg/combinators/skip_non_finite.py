@@ -1,0 +1,69 @@
+"""A rule that is not shown what is not finite."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from functavg import kernels, trees
+from functavg.combinators.base import Door, check_rule
+from functavg.rules.base import AveragingRule
+from functavg.scalars import where
+from functavg.state import Count, PyTree
+
+
+@dataclass(frozen=True)
+class SkipNonFinite(Door):
+    """A rule that skips params with a NaN or an infinity, in any leaf: nothing is averaged then.
+
+    A skipped update is none: its steps are not told to the inner rule, as a GradScaler's skipped steps are not. So
+    the count is that of the steps that were averaged, and a decay does not go on while there is nothing new.
+
+    ``memory`` is the number of updates skipped and the memory of the inner rule. The test reads all the params, and
+    one flag from their device; where the state's count is a 0-d array the flag stays there, and a skip is a weight
+    of 0. Cheapest as ``Every(SkipNonFinite(rule), interval)``, which tests only what would be averaged.
+
+    Args:
+        rule: the rule to update.
+
+    Raises:
+        TypeError: ``rule`` is no rule.
+
+    Example:
+        >>> import functavg, numpy as np
+        >>> rule = functavg.SkipNonFinite(functavg.SWA())
+        >>> state = rule.init(np.zeros(()))
+        >>> for value in (1.0, np.nan, 2.0):
+        ...     state = rule.update(np.asarray(value), state)
+        >>> state
+        AverageState(count=2, average=array(1.5), memory=(1, ()))
+
+    Source: optax.apply_if_finite.
+    """
+
+    rule: AveragingRule
+
+    def __post_init__(self) -> None:
+        check_rule(self.rule)
+
+    @property
+    def least(self) -> int:
+        return 0
+
+    def ask(self, params: PyTree, own: Count, steps: Count, on_host: bool) -> tuple[Any, Count, Count]:
+        is_finite = _all_finite(params)
+        if on_host:
+            is_finite = bool(is_finite)
+        return is_finite, where(is_finite, own, own + 1), steps
+
+
+def _all_finite(params: PyTree) -> Any:
+    """Return whether all numbers are finite: a bool, or a 0-d array where reading one is left to the caller."""
+    leaves: dict[str, list[Any]] = {}
+    for leaf in trees.flatten(params)[0]:
+        name = kernels.kernel_name(leaf)
+        if name is not None:  # what is no array is refused by name when the plan is run
+            leaves.setdefault(name, []).append(leaf)
+    return functools.reduce(operator.and_, [kernels.load(name).finite(mine) for name, mine in leaves.items()], True)

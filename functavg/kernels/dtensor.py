@@ -1,0 +1,73 @@
+"""Shards: what a DTensor holds on this rank, and the facts about it that are equal on all ranks.
+
+Checks use those facts alone, so every rank comes to the same verdict without talking to another.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_sharded(leaf: Tensor) -> bool:
+    """Tell whether a tensor is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(leaf, module.DTensor)
+
+
+def check(average: Any, new: Any, where: Callable[[], str]) -> None:
+    """Check that the shards of two tensors correspond, if they are sharded.
+
+    Raises:
+        TypeError: one is a DTensor and the other is not.
+        ValueError: they are DTensors of other meshes or placements.
+    """
+    if is_sharded(average) != is_sharded(new):
+        sharded, plain = ("average", "params") if is_sharded(average) else ("params", "average")
+        raise TypeError(
+            f"{where()}: a DTensor in the {sharded}, a plain tensor in the {plain}. Shard both alike "
+            "(AveragedModel: pass a sharded copy of the model as module=), or gather it with full_tensor()"
+        )
+    if not is_sharded(average):
+        return
+    if average.device_mesh is not new.device_mesh and average.device_mesh != new.device_mesh:
+        raise ValueError(f"{where()}: expected shards on {average.device_mesh}, got {new.device_mesh}")
+    if average.placements != new.placements:
+        raise ValueError(
+            f"{where()}: expected the placements {average.placements}, got {new.placements}; "
+            "redistribute one of them first"
+        )
+
+
+def local(leaf: Any) -> Tensor:
+    """Return what this rank holds of a DTensor, without a graph; any other tensor as it is."""
+    shard: Tensor = leaf._local_tensor if is_sharded(leaf) else leaf
+    return shard
+
+
+def like(shard: Tensor, whole: Any) -> Any:
+    """Return the DTensor of this shard that is laid out as another one; for any other tensor the shard itself."""
+    if not is_sharded(whole):
+        return shard
+    return type(whole).from_local(
+        shard, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def agreed(flag: Tensor | bool, leaves: Sequence[Any]) -> Tensor | bool:
+    """Return whether a flag holds on all ranks that share the DTensors among the leaves: one scalar all-reduce a mesh.
+
+    Ranks that hold nothing of a leaf take part too.
+    """
+    meshes = dict.fromkeys(leaf.device_mesh for leaf in leaves if is_sharded(leaf))
+    for mesh in meshes:
+        distributed = sys.modules["torch.distributed"]
+        votes = torch.as_tensor(flag, dtype=torch.int32, device=mesh.device_type)
+        for dim in range(mesh.ndim):
+            distributed.all_reduce(votes, op=distributed.ReduceOp.MIN, group=mesh.get_group(dim))
+        flag = votes == 1
+    return flag

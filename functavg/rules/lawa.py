@@ -1,0 +1,75 @@
+"""Mean of a window of iterates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from functavg.plan import Lerp, copied
+from functavg.rules.base import AveragingRule
+from functavg.scalars import beside, check_count, check_integer, is_host, lift, maximum, where
+from functavg.state import AverageState, Count, PyTree, T
+
+
+@dataclass(frozen=True)
+class LAWA(AveragingRule):
+    """Latest weight averaging: the mean of the newest iterates, kept in a ring.
+
+    With ``k`` the ``window`` and ``x_u`` the params of update ``u``, the average is the mean of ``x_(u-k+1)``, ...,
+    ``x_u``, or of all there are. Iterates weigh the same, however many steps lie between them. The mean is taken anew
+    at every update: it costs ``k`` reads, and nothing is ever subtracted, so nothing drifts.
+
+    ``memory`` is the number of iterates seen and the ``k`` newest of them, each held as the average is. ``count``
+    counts steps, as everywhere.
+
+    Args:
+        window: the number of iterates to average, at least 1.
+
+    Raises:
+        TypeError: ``window`` is no integer.
+        ValueError: ``window`` is less than 1.
+
+    Example:
+        >>> import functavg, numpy as np
+        >>> rule = functavg.LAWA(2)
+        >>> state = rule.init(np.zeros(()))
+        >>> for value in (1.0, 2.0, 4.0):
+        ...     state = rule.update(np.asarray(value), state)
+        >>> float(state.average)
+        3.0
+
+    Source: Kaddour, Stop Wasting My Time! Saving Days of ImageNet and BERT Training with Latest Weight Averaging, 2022.
+    """
+
+    window: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "window", check_integer(self.window, "window", 1))
+
+    def init(self, params: T, /, *, dtype: Any = None, device: Any = None) -> AverageState[T]:
+        ring = tuple(copied(params, dtype=dtype, device=device) for _ in range(self.window))
+        return super().init(params, dtype=dtype, device=device)._replace(memory=(0, ring))
+
+    def plan(self, params: PyTree, state: AverageState[Any], steps: Count) -> AverageState[Any]:
+        """Return the next state: a chain of steps over the ring towards the mean, and the params in the oldest's place.
+
+        The chain reads the params in place of the iterate that leaves, so the two may be carried out in any order.
+        """
+        if not (isinstance(state.memory, (tuple, list)) and len(state.memory) == 2):
+            raise ValueError(
+                f"state is none of LAWA: expected a memory of two parts, got {type(state.memory).__name__}. "
+                "Pass what LAWA(...).init or .update returned"
+            )
+        seen, ring = state.memory
+        seen = beside(check_count(seen, "state.memory[0]", 0), state.count)
+        place = seen % self.window
+        average, terms, kept = state.average, 0, []
+        for index, iterate in enumerate(ring):
+            stays = (index < seen) & (index != place)
+            terms = terms + stays
+            average = Lerp(average, iterate, where(stays, 1.0 / maximum(lift(terms), 1), 0.0))
+            leaves = where(index == place, 1.0, 0.0)
+            kept.append(iterate if is_host(leaves) and leaves == 0 else Lerp(iterate, params, leaves))
+        # The params come last: of integers, a chain leaves the newest.
+        average = Lerp(average, params, 1.0 / (lift(terms) + 1))
+        return AverageState(state.count + steps, average, (seen + 1, tuple(kept)))

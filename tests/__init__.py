@@ -1,0 +1,1 @@
+"""The tests of functavg; ``oracle`` and ``tables`` serve all of them."""

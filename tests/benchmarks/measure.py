@@ -1,0 +1,89 @@
+"""Measurements: interleaved times, extra peak memory, host reads."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Work = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one contender."""
+
+    least: float
+    median: float
+
+
+def interleaved(contenders: dict[str, Work], rounds: int = 31) -> dict[str, Timing]:
+    """Return the times of contenders that took turns, so that a slow moment of the machine meets all of them."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for work in contenders.values():
+        work()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name, work in contenders.items():
+                _synchronize()
+                start = time.perf_counter()
+                work()
+                _synchronize()
+                times[name].append(time.perf_counter() - start)
+    finally:
+        gc.enable()
+    return {name: Timing(min(seconds), statistics.median(seconds)) for name, seconds in times.items()}
+
+
+def extra_peak(work: Work) -> int | None:
+    """Return by how many bytes the process grew at most while it worked; None where the system does not tell."""
+    if torch.cuda.is_available():
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        return torch.cuda.max_memory_allocated() - before
+    clear, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+    try:
+        work()
+        gc.collect()
+        clear.write_text("5")  # sets the peak back to what is resident now
+        before = _status(status, "VmHWM")
+        work()
+        return _status(status, "VmHWM") - before
+    except OSError:
+        return None
+
+
+@contextmanager
+def counted_host_reads() -> Iterator[list[str]]:
+    """Collect the operations inside the block that read a tensor back to the host."""
+    reads: list[str] = []
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default):
+                reads.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Counter():
+        yield reads
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _status(path: Path, field: str) -> int:
+    line = next(line for line in path.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,1 @@
+"""Tests of the functional core: states, trees, plans, kernels and rules."""
