@@ -122,7 +122,7 @@ def plot(history: History, swa_start: int, path: Path) -> None:
     for axes, title in ((accuracy_axes, "test accuracy (%)"), (loss_axes, "test loss")):
         axes.axvline(swa_start, color="0.8", linestyle=":", zorder=0)
         axes.set(title=title, xlabel="epoch")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         axes.grid(axis="y", alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     settled = [accuracy for rows in history.values() for epoch, accuracy, _ in rows if epoch >= swa_start]

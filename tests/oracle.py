@@ -60,6 +60,17 @@ def gamma(sigma_rel: float) -> float:
     return float(roots[roots.imag == 0].real.max())
 
 
+def window(length: int) -> Profile:
+    """The mean of the newest iterates, whatever their steps."""
+
+    def profile(steps: Sequence[int]) -> np.ndarray:
+        weights = np.zeros(len(steps) + 1)
+        weights[1:][-length:] = 1.0 / min(length, len(steps))
+        return weights
+
+    return profile
+
+
 def newest(steps: Sequence[int]) -> np.ndarray:
     """All weight on the last iterate."""
     return np.eye(len(steps) + 1)[-1]

@@ -87,6 +87,8 @@ RULES = {
     ),
     "AvgFn": RuleRow(functavg.AvgFn(ema_step), oracle.of_calls(oracle.ema(0.75)), count=len),
     "AvgFn-mean": RuleRow(functavg.AvgFn(mean_step), oracle.of_calls(oracle.swa), count=len),
+    "LAWA": RuleRow(functavg.LAWA(3), oracle.window(3)),
+    "LAWA-1": RuleRow(functavg.LAWA(1), oracle.newest),
     "Copy": RuleRow(functavg.Copy(), oracle.newest),
     "Freeze": RuleRow(functavg.Freeze(), oracle.first, copies_first=False),
 }

@@ -21,9 +21,9 @@ from functavg.state import AverageState, Count, PyTree, T
 class Partition(Product):
     """Different rules for different leaves, chosen by label.
 
-    Each rule sees the whole tree with ``None`` in the place of what is not its own, so names and paths stay those of
-    the params. ``memory`` is ``{label: state without its average}``. A label's clock runs while it has leaves, and the
-    count is the least of these; leaves that ``extend`` adds take the clock of their label, a new one from 0.
+    Each rule sees its own leaves under the paths that they have in the params. ``memory`` is ``{label: state without
+    its average}``. The clock of a label runs while it has leaves, and the count is the least of these; leaves that
+    ``extend`` adds take the clock of their label, which starts from 0 where it had none before.
 
     Args:
         rules: ``{label: rule}``, at least one. ``Several`` may not be among them, at any depth.
@@ -52,14 +52,14 @@ class Partition(Product):
 
     rules: Mapping[Any, AveragingRule]
     label: Callable[[str, Any], Any] | PyTree = field(hash=False)
-    _by_keys: dict[tuple[Any, ...], Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _by_path: dict[tuple[Any, ...], Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", Rules(self.rules))
         if not callable(self.label):
             labels, spec = trees.flatten(self.label)
             object.__setattr__(self, "label", trees.unflatten(spec, labels))  # what the caller does to his is his own
-            self._by_keys.update(zip(trees.keys(spec), labels, strict=True))
+            self._by_path.update(zip(trees.keys(spec), labels, strict=True))
         for label, rule in self.rules.items():
             if _has_several(rule):
                 raise TypeError(
@@ -69,7 +69,7 @@ class Partition(Product):
 
     def init(self, params: T, /, *, dtype: Any = None, device: Any = None) -> AverageState[T]:
         leaves, spec = trees.flatten(params)
-        division = _Division(spec, self._labels(spec, leaves))
+        division = self._divided(spec, leaves)
         division.check_shared(leaves)
         states = {
             label: self.rules[label].init(part, dtype=dtype, device=device)
@@ -82,7 +82,7 @@ class Partition(Product):
         averages, spec = trees.flatten(state.average)
         leaves, params_spec = trees.flatten(params)
         leaves = trees.align(spec, params_spec, leaves)
-        division = _Division(spec, self._labels(spec, leaves))
+        division = self._divided(spec, leaves)
         division.check_shared(averages)
         news = division.parts(self.rules, leaves)
         states = self._inner(state, division.parts(self.rules, averages))
@@ -90,50 +90,52 @@ class Partition(Product):
             states[label] = self.rules[label].plan(news[label], states[label], steps)
         return self._joined(states, division.joined(states), division.used or self.rules)
 
-    def _labels(self, spec: Any, leaves: Sequence[Any]) -> list[Any]:
-        """Return the label of each leaf."""
+    def _divided(self, spec: Any, leaves: Sequence[Any]) -> _Division:
+        """Return the division of a tree by labels."""
+        keys = trees.keys(spec)
         if callable(self.label):
-            labels = [self.label(name, leaf) for name, leaf in zip(trees.names(spec), leaves, strict=True)]
+            labels = [self.label(".".join(map(str, path)), leaf) for path, leaf in zip(keys, leaves, strict=True)]
         else:
-            labels = [self._label_above(keys) for keys in trees.keys(spec)]
+            labels = [self._label_above(path) for path in keys]
         for index, label in enumerate(labels):
             if label not in self.rules:
                 raise ValueError(
                     f"{trees.paths(spec)[index]}: expected a label of {list(self.rules)}, got {label!r}. "
                     "Add a rule for it, such as Copy() or Freeze(), or label it otherwise"
                 )
-        return labels
+        return _Division(spec, keys, labels)
 
-    def _label_above(self, keys: tuple[Any, ...]) -> Any:
-        """Return the label in the tree of labels that stands at these keys or above, None where there is none."""
-        above = [keys[:end] for end in range(len(keys) + 1)]
-        return next((self._by_keys[keys] for keys in above if keys in self._by_keys), None)
+    def _label_above(self, path: tuple[Any, ...]) -> Any:
+        """Return the label in the tree of labels that stands at this path or above it, None where there is none."""
+        above = (path[:end] for end in range(len(path) + 1))
+        return next((self._by_path[some] for some in above if some in self._by_path), None)
 
 
 class _Division:
     """A tree divided by labels into parts: nested dicts with the paths of the tree, each with the leaves of a label."""
 
-    def __init__(self, spec: Any, labels: list[Any]) -> None:
+    def __init__(self, spec: Any, keys: list[tuple[Any, ...]], labels: list[Any]) -> None:
         self.spec = spec
+        self.keys = keys
         self.labels = labels
         self.used = list(dict.fromkeys(labels))
 
     def parts(self, all_labels: Iterable[Any], leaves: Sequence[Any]) -> dict[Any, PyTree]:
         """Return the part of each label."""
         parts: dict[Any, Any] = {label: {} for label in all_labels}
-        for keys, label, leaf in zip(trees.keys(self.spec), self.labels, leaves, strict=True):
-            if not keys:  # the tree is one array
+        for path, label, leaf in zip(self.keys, self.labels, leaves, strict=True):
+            if not path:  # the tree is one array
                 parts[label] = leaf
                 break
             node = parts[label]
-            for key in keys[:-1]:
+            for key in path[:-1]:
                 node = node.setdefault(key, {})
-            node[keys[-1]] = leaf
+            node[path[-1]] = leaf
         return parts
 
     def joined(self, states: Mapping[Any, AverageState[Any]]) -> PyTree:
         """Return the tree of these averages, or what becomes it once the intentions among them are carried out."""
-        return _joined((self.spec, self.labels, self.used), [states[label].average for label in self.used])
+        return _joined(self, [states[label].average for label in self.used])
 
     def check_shared(self, leaves: Sequence[Any]) -> None:
         """Raise a ValueError where two leaves of different labels share memory, which would be averaged twice."""
@@ -153,21 +155,21 @@ class _Division:
 class _Parts:
     """A tree in parts that intentions stand for: a node, which turns into the tree when results take their place."""
 
-    def __init__(self, form: Any, parts: Sequence[PyTree]) -> None:
-        self.form = form
+    def __init__(self, division: _Division, parts: Sequence[PyTree]) -> None:
+        self.division = division
         self.parts = parts
 
 
-def _joined(form: Any, parts: Sequence[PyTree]) -> PyTree:
+def _joined(division: _Division, parts: Sequence[PyTree]) -> PyTree:
     if any(isinstance(part, (*Intention, _Parts)) for part in parts):
-        return _Parts(form, parts)
-    spec, labels, used = form
-    by_label = dict(zip(used, parts, strict=True))
-    places = zip(trees.keys(spec), labels, strict=True)
-    return trees.unflatten(spec, [functools.reduce(operator.getitem, keys, by_label[label]) for keys, label in places])
+        return _Parts(division, parts)
+    by_label = dict(zip(division.used, parts, strict=True))
+    places = zip(division.keys, division.labels, strict=True)
+    leaves = [functools.reduce(operator.getitem, path, by_label[label]) for path, label in places]
+    return trees.unflatten(division.spec, leaves)
 
 
-trees.register(_Parts, lambda node: (node.parts, node.form), _joined)
+trees.register(_Parts, lambda node: (node.parts, node.division), _joined)
 
 
 def _has_several(rule: AveragingRule) -> bool:

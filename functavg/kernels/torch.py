@@ -314,30 +314,36 @@ def _dense(leaf: Tensor) -> bool:
 def finite(leaves: list[Tensor]) -> Tensor | bool:
     """Return whether real and complex leaves hold no NaN and no infinity, as a 0-d tensor; ``True`` if there are none.
 
-    NaN and infinity show in the extrema of a leaf, which take one pass and no temporary: on CUDA as norms by groups,
-    elsewhere as its smallest and largest element, on a CPU 6 times as fast as the norm and 15 times as ``isfinite``.
+    Both show in the extrema of a leaf, which take one pass and no temporary.
     """
-    extrema: list[Tensor] = []
-    groups: dict[Any, list[Tensor]] = {}
     grouped = not _transformed()
+    groups: dict[Any, list[Tensor]] = {}
     for leaf in map(dtensor.local, leaves):
-        if _kind(leaf) not in (dtypes.REAL, dtypes.COMPLEX) or leaf.numel() == 0 or leaf.is_meta:
-            continue
-        real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
-        if real.dtype.itemsize == 1:
-            extrema += torch.aminmax(real.to(torch.bfloat16))
-        elif grouped and real.is_cuda and type(leaf) in (Tensor, Parameter):
-            groups.setdefault((real.dtype, real.device), []).append(real)
-        else:
-            extrema += torch.aminmax(real)
-    for group in groups.values():
-        extrema += torch._foreach_norm(group, torch.inf)
-    stacks: dict[Any, list[Tensor]] = {}
-    for extremum in extrema:
-        stacks.setdefault((extremum.dtype, extremum.device), []).append(extremum)
-    flags = [torch.stack(stack).isfinite().all() for stack in stacks.values()]
+        if leaf.numel() > 0:
+            groups.setdefault((leaf.dtype, leaf.device, type(leaf) in (Tensor, Parameter)), []).append(leaf)
+    flags = [
+        torch.stack(_extrema(group, grouped and plain)).isfinite().all()
+        for (_, device, plain), group in groups.items()
+        if _kind(group[0]) in (dtypes.REAL, dtypes.COMPLEX) and device.type != "meta"
+    ]
     flag = functools.reduce(lambda flag, other: flag & other.to(flag.device), flags) if flags else True
     return dtensor.agreed(flag, leaves)
+
+
+def _extrema(leaves: list[Tensor], grouped: bool) -> list[Tensor]:
+    """Return numbers, not finite if an element of the leaves is not: norms on CUDA, elsewhere smallest and largest.
+
+    On a CPU those take a sixth of the time of the norm. Small leaves are looked at together, as they cost a call each.
+    """
+    if leaves[0].is_complex():
+        leaves = [torch.view_as_real(leaf.resolve_conj()) for leaf in leaves]
+    narrow = leaves[0].dtype.itemsize == 1  # no reduction knows float8
+    if grouped and leaves[0].is_cuda and not narrow:
+        return list(torch._foreach_norm(leaves, torch.inf))
+    if grouped and not narrow:
+        batches = (batch for _, batch in _batches([], leaves))
+        leaves = [batch[0] if len(batch) == 1 else torch._C._nn.flatten_dense_tensors(batch) for batch in batches]
+    return [number for leaf in leaves for number in torch.aminmax(leaf.to(torch.bfloat16) if narrow else leaf)]
 
 
 # ---- steps by a user's function

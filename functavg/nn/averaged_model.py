@@ -272,12 +272,14 @@ class AveragedModel(TorchAveragedModel):
         """
         self._beside.load(state)
 
-    def _own_tensors(self) -> dict[str, Tensor]:
-        """Return all tensors of the module by the names that its state_dict has."""
+    def _saved_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that are averaged by the names that the state_dict of the module has."""
+        averaged = set(map(id, self._averaged().values()))
         parameters = self.module.named_parameters(remove_duplicate=False)
         tensors = dict(parameters) | dict(self.module.named_buffers(remove_duplicate=False))
         # Wrappers for activation checkpoints, which a ready module may have, leave themselves out of a state_dict.
-        return {name.replace("_checkpoint_wrapped_module.", ""): tensor for name, tensor in tensors.items()}
+        names = {name: name.replace("_checkpoint_wrapped_module.", "") for name in tensors}
+        return {names[name]: tensor for name, tensor in tensors.items() if id(tensor) in averaged}
 
     def _load_from_state_dict(
         self,
@@ -294,7 +296,7 @@ class AveragedModel(TorchAveragedModel):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         self.n_averaged = self.n_averaged.to(torch.int64)
-        tensors = self._own_tensors()
+        tensors = self._saved_tensors()
         assign = local_metadata.get("assign_to_params_buffers", False)
         places: dict[Any, Tensor] = {}
         self._loaded = {}
@@ -323,10 +325,9 @@ def _finish_saving(averaged: Module, state_dict: dict[str, Any], prefix: str, lo
     """Put the wide values in the place of their rounding, and leave out the memory of a rule that has none."""
     del local_metadata
     if isinstance(averaged, AveragedModel):
-        own = averaged._own_tensors()
-        tensors = {name: tensor for name, tensor in own.items() if f"{prefix}module.{name}" in state_dict}
+        tensors = averaged._saved_tensors()
         for name, value in averaged._wide.get(tensors).items():
-            if value is not tensors[name]:
+            if value is not tensors[name] and f"{prefix}module.{name}" in state_dict:
                 state_dict[f"{prefix}module.{name}"] = value
         if state_dict.get(f"{prefix}_extra_state", ...) is None:
             del state_dict[f"{prefix}_extra_state"]
@@ -336,7 +337,7 @@ def _finish_loading(averaged: Module, incompatible_keys: Any) -> None:
     """Remember the wide values of the tensors that were loaded with their rounding."""
     del incompatible_keys
     if isinstance(averaged, AveragedModel):
-        tensors = averaged._own_tensors()
+        tensors = averaged._saved_tensors()
         for name, value in averaged._loaded.items():
             averaged._wide.load(tensors[name], value)
         averaged._loaded = {}

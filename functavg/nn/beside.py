@@ -10,6 +10,7 @@ from torch import Tensor
 
 from functavg import trees
 from functavg.rules.base import AveragingRule
+from functavg.scalars import are_shared
 from functavg.state import AverageState, Count
 
 Values = dict[str, Tensor]
@@ -34,6 +35,8 @@ class Beside:
 
     def state(self, count: Count, values: Values) -> AverageState[Any]:
         """Return the whole state, with the values of the first average."""
+        if self.memory != () and not are_shared(list(values.values())):
+            self._part()
         return AverageState(count, _put(self._averages, self._keys, values), self.memory)
 
     def keep(self, state: AverageState[Any]) -> None:
@@ -55,6 +58,18 @@ class Beside:
             return done[id(leaf)]
 
         self.memory, self._averages = trees.tree_map(move, (self.memory, self._averages))
+
+    def _part(self) -> None:
+        """Give tied tensors memory of their own, where the first average is tied no more: moves may part parameters."""
+        known: set[int] = set()
+
+        def part(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or id(leaf) not in known:
+                known.add(id(leaf))
+                return leaf
+            return leaf.clone()
+
+        self.memory, self._averages = trees.tree_map(part, (self.memory, self._averages))
 
     def extra_state(self) -> dict[str, Any] | None:
         """Return everything as a plain dict of tensors and numbers by path, None where there is nothing."""

@@ -141,7 +141,7 @@ def test_averaging_goes_on_after_every_method(method, way, dtype, use_buffers):
     KEEPING[method](averaged) if method not in ("compile", "add_module", "register_module") else None
     course.go(3).check()
     KEEPING[method](averaged)
-    course.check()
+    course.check(rounding=2**-8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -268,9 +268,9 @@ def test_shared_memory_is_that_of_all_tensors(rule):
     averaged.update_parameters(model)
     averaged.share_memory()
     averaged.update_parameters(model)
-    everything = [*tensors(averaged).values(), *averaged.state_dict().values()]
-    everything += (averaged.get_extra_state() or {}).values()
-    assert all(tensor.is_shared() for tensor in everything if isinstance(tensor, torch.Tensor))
+    saved = averaged.state_dict()
+    everything = tensors(averaged) | saved | (saved.get("_extra_state") or {})
+    assert [name for name, tensor in everything.items() if isinstance(tensor, torch.Tensor) and not tensor.is_shared()] == []
 
 
 def test_another_process_updates_the_same_average():
@@ -297,7 +297,7 @@ def test_the_count_is_an_int64_buffer_as_in_torch():
     averaged = AveragedModel(Net(), "cpu")
     assert dict(averaged.named_buffers(recurse=False)).keys() == {"n_averaged"}
     assert (averaged.n_averaged.dtype, averaged.n_averaged.shape) == (torch.int64, ())
-    for dtype in (torch.float16, torch.int8, torch.float64):
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
         averaged.type(dtype)
         assert averaged.n_averaged.dtype == torch.int64
 

@@ -123,12 +123,17 @@ def test_a_subclass_averages_saves_and_copies_as_its_base(dtype):
 # ---- resuming
 
 
+def is_saved(name, buffer):
+    """Tell whether state_dicts hold a buffer of the model."""
+    return name != "cache"
+
+
 @DTYPES
 @BUFFERS
 @pytest.mark.parametrize("assign", [False, True], ids=["", "assign"])
 @pytest.mark.parametrize("way", EVERY_WAY)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(way, dtype, use_buffers, assign):  # T3
-    arguments = EVERY_WAY[way] | {"use_buffers": use_buffers}
+    arguments = EVERY_WAY[way] | {"use_buffers": is_saved if use_buffers else False}
     averaged, model = averaged_net(dtype, **arguments)
     saved = through_file({"average": averaged.state_dict(), "model": model.state_dict()})
     train(averaged, model, range(4, 9))
@@ -139,7 +144,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(way, dtype, use_buff
     model.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["average"], assign=assign)
     train(resumed, model, range(4, 9))
-    resumed.module.cache = averaged.module.cache  # no state_dict holds it
     assert contents(resumed) == contents(averaged)
     assert resumed.n_averaged.dtype == torch.int64
 
@@ -342,8 +346,10 @@ TORCH_FUNCTIONS = {
 }
 
 
-@BUFFERS
-@pytest.mark.parametrize("name", TORCH_FUNCTIONS)
+@pytest.mark.parametrize(
+    ("name", "use_buffers"),
+    [(name, flag) for name in TORCH_FUNCTIONS for flag in (False, True) if (name, flag) != ("get_swa_multi_avg_fn", True)],
+)  # with the one left out, torch fails on integer buffers
 def test_float32_state_dicts_load_both_ways_and_go_on_alike(name, use_buffers):
     model = Net()
     ours, theirs = (
