@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from functavg import kernels, trees
-from functavg.plan import Lerp, run
+from functavg.plan import Lerp, is_shareable, run
 from functavg.rules.base import AveragingRule
+from functavg.scalars import identity
 from functavg.state import AverageState, PyTree, T, Weight
 
 
@@ -70,8 +71,14 @@ def cast_like(tree: T, like: PyTree) -> T:
                 f"{trees.paths(spec)[index]}: expected arrays of one library, "
                 f"got {type(leaf).__name__} to bring into the form of {type(likes[index]).__name__}"
             )
-    casts = [kernels.load(name).cast(leaf, it) for leaf, it, name in zip(leaves, likes, names, strict=True)]
-    result: T = trees.unflatten(spec, casts)
+    casts: dict[Any, Any] = {}  # leaves that are shared, and to be of one form, stay shared
+    keys = []
+    for index, (leaf, it, name) in enumerate(zip(leaves, likes, names, strict=True)):
+        key = (identity(leaf), it.dtype, it.device) if name == "torch" and is_shareable(leaf) else index
+        keys.append(key)
+        if key not in casts:
+            casts[key] = kernels.load(name).cast(leaf, it)
+    result: T = trees.unflatten(spec, [casts[key] for key in keys])
     return result
 
 

@@ -82,7 +82,8 @@ class _Job:
     def result(self) -> PyTree:
         """Return the tree after all parts were carried out; the old one itself where no leaf is a new object."""
         leaves = list(self.olds)
-        for part in self.parts:
+        parts, self.parts = self.parts, []  # parts know their job: without this, arrays would wait for the collector
+        for part in parts:
             if part.places is None:
                 leaves = list(part.results)
                 continue

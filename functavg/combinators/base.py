@@ -10,7 +10,7 @@ from typing import Any
 
 from functavg import trees
 from functavg.plan import Apply, Lerp
-from functavg.rules.base import AveragingRule
+from functavg.rules.base import AveragingRule, divided, foreign
 from functavg.scalars import beside, check_count, check_weight, is_host, minimum, where
 from functavg.state import AverageState, Count, PyTree, T
 
@@ -47,10 +47,8 @@ class Door(AveragingRule):
 
     def plan(self, params: PyTree, state: AverageState[Any], steps: Count) -> AverageState[Any]:
         """Return the plan of the inner rule if the door is open, else the state before."""
-        if not (isinstance(state.memory, (tuple, list)) and len(state.memory) == 2):
-            raise _foreign(self, f"a memory of two parts, got {type(state.memory).__name__}")
-        own = beside(check_count(state.memory[0], "state.memory[0]", self.least), state.count)
-        inner = state._replace(memory=state.memory[1])
+        own, memory = divided(self, state, self.least)
+        inner = state._replace(memory=memory)
         is_open, own, told = self.ask(params, own, steps, is_host(state.count))
         if not is_host(is_open):
             inner = _gated(is_open, self.rule.plan(params, inner, told), inner)
@@ -68,7 +66,7 @@ class Product(AveragingRule):
         """Return the state of each rule."""
         if not isinstance(state.memory, dict) or state.memory.keys() != self.rules.keys():
             got = list(state.memory) if isinstance(state.memory, dict) else type(state.memory).__name__
-            raise _foreign(self, f"a memory of {list(self.rules)}, got {got}")
+            raise foreign(self, f"a memory of {list(self.rules)}, got {got}")
         return {
             key: AverageState(
                 beside(check_count(count, f"state.memory[{key!r}].count", 0), state.count), averages[key], memory
@@ -126,11 +124,6 @@ def check_rule(rule: Any, name: str = "rule") -> AveragingRule:
         return rule
     made = f"; an instance is meant: {rule.__name__}(...)" if isinstance(rule, type) else ""
     raise TypeError(f"{name} must be an AveragingRule such as EMA(0.999), got {rule!r} of {type(rule).__name__}{made}")
-
-
-def _foreign(rule: AveragingRule, problem: str) -> ValueError:
-    name = type(rule).__name__
-    return ValueError(f"state is none of {name}: expected {problem}. Pass what {name}(...).init or .update returned")
 
 
 def _gated(is_open: Any, planned: AverageState[Any], state: AverageState[Any]) -> AverageState[Any]:

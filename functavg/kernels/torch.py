@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -24,8 +23,6 @@ MUTABLE = True
 
 STAGE = 2**20
 """Elements of the buffer that new values are converted through: small enough to stay in cache."""
-
-_PLACE = operator.attrgetter("dtype", "device", "layout", "is_nested")
 
 
 @dataclass(frozen=True)
@@ -104,10 +101,17 @@ def _uniform(lists: list[list[Any]]) -> bool:
     """Tell, faster than leaf by leaf, whether all lists hold dense tensors of one dtype and device and equal shapes."""
     if not all(set(map(type, leaves)) <= {Tensor, Parameter} for leaves in lists):
         return False
-    if len({place for leaves in lists for place in map(_PLACE, leaves)}) != 1 or refusal(lists[0][0]) is not None:
+    try:
+        shapes = [[leaf.shape for leaf in leaves] for leaves in lists]
+    except RuntimeError:  # a nested tensor, which has none
         return False
-    shapes = [leaf.shape for leaf in lists[0]]
-    return all([leaf.shape for leaf in leaves] == shapes for leaves in lists[1:])
+    return (
+        all(theirs == shapes[0] for theirs in shapes[1:])
+        and len({leaf.dtype for leaves in lists for leaf in leaves}) == 1
+        and len({leaf.device for leaves in lists for leaf in leaves}) == 1
+        and {leaf.layout for leaves in lists for leaf in leaves} == {torch.strided}
+        and _kind(lists[0][0]) is not None
+    )
 
 
 def _transformed() -> bool:
@@ -161,13 +165,19 @@ def lerp(groups: list[Group], weights: list[Weight], inplace: bool) -> list[list
 
     A weight of exactly 1 copies, one of exactly 0 does nothing; integers and bools take the newest value.
     """
+    if len(groups) == 1:
+        return _lerp_group(groups[0], weights, inplace)
     results: list[list[Any]] = [[None] * sum(len(group.indices) for group in groups) for _ in weights]
     for group in groups:
-        steps = [(olds, _weight_of(weight, olds[0])) for olds, weight in zip(group.averages, weights, strict=True)]
-        for result, leaves in zip(results, _unsharded(group, _step(group, steps, inplace)), strict=True):
+        for result, leaves in zip(results, _lerp_group(group, weights, inplace), strict=True):
             for index, leaf in zip(group.indices, leaves, strict=True):
                 result[index] = leaf
     return results
+
+
+def _lerp_group(group: Group, weights: list[Weight], inplace: bool) -> list[list[Tensor]]:
+    steps = [(olds, _weight_of(weight, olds[0])) for olds, weight in zip(group.averages, weights, strict=True)]
+    return _unsharded(group, _step(group, steps, inplace))
 
 
 def _unsharded(group: Group, results: list[list[Tensor]]) -> list[list[Tensor]]:

@@ -119,7 +119,9 @@ class AveragedModel(TorchAveragedModel):
     @property
     def state(self) -> AverageState[Any]:
         """The state behind the module: the count, the averages by name (not copies) and the memory of the rule."""
-        values = {name: value.detach() for name, value in self._wide.get(self._averaged()).items()}
+        values = self._wide.get(self._averaged())
+        distinct = {id(value): value.detach() for value in values.values()}  # what is tied stays tied
+        values = {name: distinct[id(value)] for name, value in values.items()}
         return self._beside.state(self._count.read(self.n_averaged), values)
 
     def extra_repr(self) -> str:
@@ -138,9 +140,9 @@ class AveragedModel(TorchAveragedModel):
         Raises:
             TypeError, ValueError: the model does not fit; the message names the parameters. Nothing was changed then.
         """
-        pairing.reshard(model)
-        pairing.reshard(self.module)
         if not self._update_in_step(model, steps):
+            pairing.reshard(model)
+            pairing.reshard(self.module)
             self._update_by_name(model, steps)
 
     def _update_in_step(self, model: Module, steps: Count) -> bool:

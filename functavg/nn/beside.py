@@ -46,7 +46,6 @@ class Beside:
 
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Move all tensors as ``fn`` does, without changing their dtypes."""
-
         done: dict[int, Tensor] = {}  # what is shared stays shared
 
         def move(leaf: Any) -> Any:
@@ -119,4 +118,5 @@ def _like(value: Any, leaf: Any, path: str) -> Any:
     if not isinstance(value, Tensor) or value.shape != leaf.shape:
         shape = tuple(getattr(value, "shape", ()))
         raise ValueError(f"{path} of the extra state must have shape {tuple(leaf.shape)}, got {shape}")
-    return value.detach().to(device=leaf.device, dtype=leaf.dtype, copy=True)
+    device = value.device if leaf.is_meta else leaf.device  # onto meta, no value could be loaded
+    return value.detach().to(device=device, dtype=leaf.dtype, copy=True)

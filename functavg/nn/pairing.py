@@ -50,6 +50,13 @@ def _wrapped_attribute(kind: type) -> str | None:
     return None
 
 
+def _is_special(kind: type) -> bool:
+    """Tell whether modules of this class have to be unwrapped or resharded before their parameters are read."""
+    source, name = _FSDP2
+    is_sharded = source in sys.modules and issubclass(kind, getattr(sys.modules[source], name))
+    return is_sharded or _wrapped_attribute(kind) is not None
+
+
 def reshard(model: Module) -> None:
     """Reshard every FSDP2 module of a model, so that its parameters are the sharded ones that are trained."""
     if sys.modules.get(_FSDP2[0]) is None:
@@ -95,26 +102,32 @@ def in_step(average: Module, model: Module) -> tuple[list[Tensor], list[Tensor],
     This is what ``pairs`` finds, many times faster, for two models whose modules and parameters have the same names in
     the same order and no wrappers; None for all others.
     """
-    mine: list[Module | None] = [average]
-    theirs: list[Module | None] = [unwrap(model)]
+    mine: list[Any] = [average]
+    theirs: list[Any] = [unwrap(model)]
+    my_names: list[str | None] = []
+    their_names: list[str | None] = []
     averages: list[Any] = []
     news: list[Any] = []
     buffers: list[tuple[str, Module, Module]] = []
-    for one, other in zip(mine, theirs, strict=True):  # both grow on the way
-        if one is None or other is None or not (_has_dicts(one) and _has_dicts(other)):
+    for one, other in zip(mine, theirs, strict=False):  # both grow on the way; their names tell whether alike
+        if one is None or other is None:
             return None
-        if list(one._parameters) != list(other._parameters):
-            return None
-        averages += one._parameters.values()
-        news += other._parameters.values()
-        if other._buffers:
-            buffers += ((name, one, other) for name in other._buffers)
+        if one._parameters or other._parameters:
+            my_names += (*one._parameters, None)
+            their_names += (*other._parameters, None)
+            averages += one._parameters.values()
+            news += other._parameters.values()
+        else:
+            my_names.append(None)
+            their_names.append(None)
         if one._modules or other._modules:
-            if list(one._modules) != list(other._modules):
-                return None
+            my_names += one._modules
+            their_names += other._modules
             mine += one._modules.values()
             theirs += other._modules.values()
-    if any(_wrapped_attribute(kind) for kind in {*map(type, mine), *map(type, theirs)}):
+        if other._buffers:
+            buffers += ((name, one, other) for name in other._buffers)
+    if my_names != their_names or any(map(_is_special, {*map(type, mine), *map(type, theirs)})):
         return None
     if type(None) in {*map(type, averages), *map(type, news)}:
         if [tensor is None for tensor in averages] != [tensor is None for tensor in news]:

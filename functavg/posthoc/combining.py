@@ -127,7 +127,7 @@ def window_mean(late: T, early: T, late_count: int, early_count: int) -> T:
         >>> functavg.posthoc.window_mean(np.array(2.0), np.array(1.0), 3, 1)  # of 1, 2 and 3
         array(2.5)
 
-    Source: Povey et al., icefall (2022): ``average_checkpoints_with_averaged_model``.
+    Source: ``average_checkpoints_with_averaged_model`` of k2-fsa/icefall, 2022.
     """
     early_count = check_integer(early_count, "early_count", 0)
     late_count = check_integer(late_count, "late_count", early_count + 1)

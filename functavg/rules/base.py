@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from functavg.plan import Lerp, copied, run
-from functavg.scalars import check_count, lift
+from functavg.scalars import beside, check_count, lift
 from functavg.state import AverageState, Count, PyTree, T, Weight
 
 
@@ -95,6 +95,24 @@ def planned(rule: AveragingRule, params: PyTree, state: AverageState[Any], steps
         raise TypeError("update(params, state): params must be a tree of arrays, got an AverageState")
     state = state._replace(count=check_count(state.count, "state.count", 0))
     return rule.plan(params, state, check_count(steps, "steps", 1))
+
+
+def divided(rule: AveragingRule, state: AverageState[Any], least: int = 0) -> tuple[Count, Any]:
+    """Return the two parts of a memory: a count of the rule's own, made of the kind of the state's, and the rest.
+
+    Raises:
+        TypeError, ValueError: the state was made by another rule.
+    """
+    memory = state.memory
+    if not (isinstance(memory, (tuple, list)) and len(memory) == 2):
+        raise foreign(rule, f"a memory of two parts, got {type(memory).__name__}")
+    return beside(check_count(memory[0], "state.memory[0]", least), state.count), memory[1]
+
+
+def foreign(rule: AveragingRule, problem: str) -> ValueError:
+    """Return the error for a state that another rule made."""
+    name = type(rule).__name__
+    return ValueError(f"state is none of {name}: expected {problem}. Pass what {name}(...).init or .update returned")
 
 
 class WeightRule(AveragingRule):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from functavg.plan import Lerp, copied
-from functavg.rules.base import AveragingRule
-from functavg.scalars import beside, check_count, check_integer, is_host, lift, maximum, where
+from functavg.rules.base import AveragingRule, divided, foreign
+from functavg.scalars import check_integer, is_host, lift, maximum, where
 from functavg.state import AverageState, Count, PyTree, T
 
 
@@ -55,13 +55,9 @@ class LAWA(AveragingRule):
 
         The chain reads the params in place of the iterate that leaves, so the two may be carried out in any order.
         """
-        if not (isinstance(state.memory, (tuple, list)) and len(state.memory) == 2):
-            raise ValueError(
-                f"state is none of LAWA: expected a memory of two parts, got {type(state.memory).__name__}. "
-                "Pass what LAWA(...).init or .update returned"
-            )
-        seen, ring = state.memory
-        seen = beside(check_count(seen, "state.memory[0]", 0), state.count)
+        seen, ring = divided(self, state)
+        if len(ring) != self.window:
+            raise foreign(self, f"a window of {self.window} iterates, got {len(ring)}")
         place = seen % self.window
         average, terms, kept = state.average, 0, []
         for index, iterate in enumerate(ring):

@@ -157,6 +157,7 @@ def test_the_newest_tree_sets_the_dtypes() -> None:
     result = combine([{"w": torch.ones(2)}, {"w": torch.full((2,), 2.0, dtype=torch.bfloat16)}])
     assert result["w"].dtype == torch.bfloat16
     assert result["w"].tolist() == [1.5, 1.5]
+    assert combine([{"w": torch.ones(2)}, {"w": torch.ones(2).bfloat16()}], [1, 0])["w"].dtype == torch.float32
 
 
 def test_a_single_tree_is_copied() -> None:

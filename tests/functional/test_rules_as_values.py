@@ -81,7 +81,7 @@ def test_states_pickle_and_average_on(name: str) -> None:
         assert torch.equal(left.average["w"], right.average["w"])
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", WEIGHT_RULES)
 def test_a_state_is_a_named_tuple_of_three(name: str) -> None:
     state = RULES[name].rule.init({"w": np.ones(2)})
     count, average, memory = state

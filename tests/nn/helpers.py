@@ -204,12 +204,9 @@ def contents(averaged: AveragedModel) -> dict[str, Any]:
     """Return all that an update may change, bit by bit."""
     state = averaged.state
     paths, leaves, _ = optree.tree_flatten_with_path((state.average, state.memory))
-    return {
-        "n_averaged": bits(averaged.n_averaged),
-        "count": state.count,
-        "module": {name: bits(tensor) for name, tensor in tensors(averaged.module).items()},
-        "state": {path: bits(leaf) for path, leaf in zip(paths, leaves, strict=True)},
-    }
+    found = {"n_averaged": bits(averaged.n_averaged), "count": state.count}
+    found |= {f"module.{name}": bits(tensor) for name, tensor in tensors(averaged.module).items()}
+    return found | {f"state{path}": bits(leaf) for path, leaf in zip(paths, leaves, strict=True)}
 
 
 def parameters_of(model: nn.Module) -> dict[str, Any]:

@@ -275,6 +275,7 @@ def test_a_copied_buffer_changes_its_dtype_with_the_models_only_where_it_must():
     assert (module.a.item(), module.b.item(), module.c.item()) == (1.5, 2.0, 3 + 4j)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_copied_buffers_may_be_sparse_or_quantised():
     model = scalar()
     model.register_buffer("adjacency", torch.eye(2).to_sparse())

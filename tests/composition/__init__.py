@@ -1,0 +1,1 @@
+"""Combinators and windows: rules made of rules."""

@@ -1,0 +1,181 @@
+"""Averages of DTensors and of FSDP2 models, shard by shard."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import functavg
+from functavg import AveragedModel
+from tests.distributed.two_processes import Net, run
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Return a copy of a Net that is sharded in two groups."""
+    model = copy.deepcopy(model)
+    fully_shard(model.second, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def set_all(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def test_two_processes_average_to_the_bits_of_one(tmp_path: Path) -> None:
+    mp.spawn(run, args=(2, str(tmp_path)), nprocs=2)
+    assert (tmp_path / "done0").exists()
+    assert (tmp_path / "done1").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_twin_averages_shard_by_shard(mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    plain = Net().to(dtype)
+    model = sharded(plain, mesh)
+    averaged = AveragedModel(model, module=sharded(plain, mesh), rule=functavg.EMA(0.75))
+    for value in (0.0, 1.0):
+        set_all(model, value)
+        averaged.update_parameters(model)
+    for value in averaged.state.average.values():
+        assert isinstance(value, DTensor)
+        assert value.dtype == torch.float32
+        assert torch.equal(value.full_tensor(), torch.full_like(value.full_tensor(), 0.25))
+
+
+def test_a_forward_before_the_update_does_not_hide_the_training_weights(mesh: DeviceMesh) -> None:
+    """A root group that a no-grad forward left unsharded would be averaged, swapped and trained in its place."""
+    plain = Net()
+    model = sharded(plain, mesh)
+    averaged = AveragedModel(model, module=sharded(plain, mesh), rule=functavg.EMA(0.5))
+    x = torch.ones(2, 4)
+    for value in (0.0, 1.0):
+        set_all(model, value)
+        with torch.no_grad():
+            model(x)
+        averaged.update_parameters(model)
+    expected = model(x)
+    with functavg.swapped(model, averaged), torch.no_grad():
+        assert not torch.equal(model(x), expected)
+    assert torch.equal(model(x), expected)
+
+
+def test_copy_to_fills_the_shards(mesh: DeviceMesh) -> None:
+    model = sharded(Net(), mesh)
+    averaged = AveragedModel(model, module=sharded(Net(), mesh), rule=functavg.EMA(0.5))
+    averaged.update_parameters(model)
+    set_all(model, 7.0)
+    averaged.copy_to(model)
+    for mine, theirs in zip(averaged.module.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), theirs.full_tensor())
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        functavg.EMA(0.75),
+        functavg.AvgFn(functavg.get_ema_avg_fn(0.75)),
+        functavg.MultiAvgFn(functavg.get_ema_multi_avg_fn(0.75)),
+        functavg.SkipNonFinite(functavg.Several({"ema": functavg.EMA(0.75)})),
+        functavg.Partition({"ema": functavg.EMA(0.75)}, lambda name, leaf: "ema"),
+    ],
+)
+def test_functional_rules_keep_the_layout_of_shards(
+    mesh: DeviceMesh, rule: functavg.AveragingRule, dtype: torch.dtype, inplace: bool
+) -> None:
+    def params(value: float) -> dict[str, torch.Tensor]:
+        return {
+            "sharded": distribute_tensor(torch.full((3, 2), value, dtype=dtype), mesh, [Shard(0)]),
+            "whole": distribute_tensor(torch.full((2,), value, dtype=dtype), mesh, [Replicate()]),
+            "plain": torch.full((2,), value, dtype=dtype),
+            "count": distribute_tensor(torch.full((2,), int(value)), mesh, [Replicate()]),
+        }
+
+    state = rule.init(params(0.0))
+    for value in (0.0, 1.0):
+        state = rule.update(params(value), state, inplace=inplace)
+    average = state.average.get("ema", state.average)
+    assert average["sharded"].placements == (Shard(0),)
+    assert average["sharded"].dtype == torch.float32
+    for name in ("sharded", "whole"):
+        assert torch.equal(average[name].full_tensor(), torch.full_like(average[name].full_tensor(), 0.25))
+    assert average["plain"].tolist() == [0.25, 0.25]
+    assert average["count"].full_tensor().tolist() == [1, 1]
+
+
+def test_a_count_on_the_device_averages_shards_too(mesh: DeviceMesh) -> None:
+    rule = functavg.EMA(0.75)
+    state = rule.init([distribute_tensor(torch.zeros(4), mesh, [Shard(0)])])._replace(count=torch.tensor(0))
+    for value in (0.0, 1.0):
+        state = rule.update([distribute_tensor(torch.full((4,), value), mesh, [Shard(0)])], state)
+    assert state.average[0].full_tensor().tolist() == [0.25] * 4
+
+
+def test_one_nan_in_a_shard_skips_the_update(mesh: DeviceMesh) -> None:
+    rule = functavg.SkipNonFinite(functavg.SWA())
+    state = rule.init([distribute_tensor(torch.zeros(4), mesh, [Shard(0)])])
+    for value in (1.0, float("nan")):
+        state = rule.update([distribute_tensor(torch.full((4,), value), mesh, [Shard(0)])], state)
+    assert state.count == 1
+    assert state.average[0].full_tensor().tolist() == [1.0] * 4
+
+
+def test_a_plain_tensor_against_shards_is_refused_both_ways(mesh: DeviceMesh) -> None:
+    rule = functavg.SWA()
+    shards, plain = {"w": distribute_tensor(torch.zeros(4), mesh, [Shard(0)])}, {"w": torch.zeros(4)}
+    with pytest.raises(TypeError, match=r"tree\['w'\]: a DTensor in the average, a plain tensor in the params"):
+        rule.update(plain, rule.init(shards))
+    with pytest.raises(TypeError, match=r"tree\['w'\]: a DTensor in the params, a plain tensor in the average"):
+        rule.update(shards, rule.init(plain))
+
+
+def test_an_average_that_is_not_sharded_says_so(mesh: DeviceMesh) -> None:
+    plain = Net()
+    with pytest.raises(TypeError, match=r"first\.\w+'\]: a DTensor in the params.*module="):
+        AveragedModel(plain).update_parameters(sharded(plain, mesh))
+
+
+def test_other_placements_and_meshes_are_refused(mesh: DeviceMesh) -> None:
+    rule = functavg.SWA()
+    state = rule.init([distribute_tensor(torch.zeros(4), mesh, [Shard(0)])])
+    with pytest.raises(ValueError, match=r"tree\[0\]: expected the placements .*Shard.*got .*Replicate"):
+        rule.update([distribute_tensor(torch.zeros(4), mesh, [Replicate()])], state)
+    other = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    with pytest.raises(ValueError, match=r"tree\[0\]: expected shards on .*, got "):
+        rule.update([distribute_tensor(torch.zeros(4), other, [Shard(0), Replicate()])], state)
+    with pytest.raises(ValueError, match=r"tree\[0\]: expected shape \(4,\), got \(5,\)"):
+        rule.update([distribute_tensor(torch.zeros(5), mesh, [Shard(0)])], state)
+
+
+def test_an_update_of_shards_calls_no_collective(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    params = [distribute_tensor(torch.zeros(4), mesh, [Shard(0)])]
+    rule = functavg.EMA(0.9)
+    state = rule.update(params, rule.init(params))
+    with CommDebugMode() as counted:
+        state = rule.update(params, state, inplace=True)
+        rule.update(params, state)
+    assert counted.get_total_counts() == 0

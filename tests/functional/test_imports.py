@@ -1,0 +1,196 @@
+"""Imports go downwards only, and no array framework is loaded that the user did not load."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import functavg
+
+ROOT = Path(functavg.__file__).parent
+
+# From the top down; a module belongs to the longest name that begins its own. See the design, section 1.
+LAYERS = [
+    ["functavg"],
+    ["functavg.checkpoints", "functavg.__main__"],
+    ["functavg.swa_utils"],
+    ["functavg.nn"],
+    ["functavg.profiles", "functavg.posthoc"],
+    ["functavg.functional"],
+    ["functavg.combinators"],
+    ["functavg.rules"],
+    ["functavg.plan"],
+    ["functavg.kernels"],
+    ["functavg.state", "functavg.trees", "functavg.scalars", "functavg.units", "functavg.schedules"],
+]
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def imports(module: str) -> set[str]:
+    """Return every module that a source names, also under TYPE_CHECKING and within functions."""
+    found = set()
+    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative imports hide what is imported"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & SOURCES.keys() or {node.module}
+            if not names <= SOURCES.keys():
+                found.add(node.module)
+    return found
+
+
+def layer(module: str) -> int:
+    fitting = [
+        (len(name), level)
+        for level, names in enumerate(LAYERS)
+        for name in names
+        if module == name or (name != "functavg" and module.startswith(name + "."))
+    ]
+    assert fitting, f"{module} belongs to no layer"
+    return max(fitting)[1]
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_imports_go_downwards_only(module: str) -> None:
+    own = layer(module)
+    upwards = {name for name in imports(module) if name in SOURCES and layer(name) < own}
+    assert not upwards
+
+
+def test_within_a_layer_no_imports_go_round() -> None:
+    graph = {module: imports(module) & SOURCES.keys() - {module} for module in SOURCES}
+    assert list(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_optree_is_imported_by_trees_alone() -> None:
+    users = {name for name in SOURCES if any(used.split(".")[0] == "optree" for used in imports(name))}
+    assert users == {"functavg.trees"}
+
+
+def test_the_core_imports_torch_in_its_kernels_only_and_jax_nowhere() -> None:
+    users = {name for name in SOURCES if any(used.split(".")[0] == "torch" for used in imports(name))}
+    core = {name for name in users if layer(name) >= layer("functavg.functional")}
+    assert core == {name for name in SOURCES if name in ("functavg.kernels.torch", "functavg.kernels.dtensor")}
+    assert not any(used.split(".")[0] in ("jax", "jaxlib") for name in SOURCES for used in imports(name))
+
+
+def test_the_adapter_has_no_arithmetic() -> None:
+    """``averaged_model`` pairs tensors, calls a rule and keeps a count."""
+    assert not {used for used in imports("functavg.nn.averaged_model") if used.startswith("functavg.kernels")}
+
+
+def loaded_by(script: str) -> set[str]:
+    """Return the top-level modules that a script loads in a fresh process."""
+    script += "\nimport sys; print(*{name.split('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_importing_functavg_loads_no_array_framework_but_numpy() -> None:
+    loaded = loaded_by("import functavg; [getattr(functavg, name) for name in ('EMA', 'SWA', 'lerp', 'units')]")
+    assert "numpy" in loaded
+    assert not {"torch", "jax", "jaxlib", "ml_dtypes", "matplotlib"} & loaded
+
+
+def test_averaging_numpy_arrays_never_loads_torch() -> None:
+    loaded = loaded_by(
+        """
+import functavg, numpy as np
+params = {"w": np.ones(3, np.float16), "b": 1.0, "n": 3}
+for rule in (functavg.EMA(0.9), functavg.SWA(), functavg.PowerEMA(2), functavg.AvgFn(lambda a, x, n: (a + x) / 2)):
+    state = rule.init(params, dtype="float64")
+    for inplace in (False, True):
+        state = rule.update(params, state, inplace=inplace, steps=2)
+    functavg.cast_like(functavg.extend(rule, state, params | {"new": np.ones(1)}).average, params | {"new": np.ones(1)})
+    try:
+        rule.init({"w": object()})
+    except TypeError:
+        pass
+    try:
+        rule.init(params, dtype="bfloat16")  # ml_dtypes would bring it
+    except ValueError as error:
+        assert "dtype must be one that numpy has, got bfloat16" in str(error)
+    else:
+        raise AssertionError
+"""
+    )
+    assert not {"torch", "jax", "ml_dtypes"} & loaded
+
+
+def test_averaging_tensors_never_loads_jax_and_names_dtypes_without_ml_dtypes() -> None:
+    loaded = loaded_by(
+        """
+import functavg, torch
+rule = functavg.EMA(0.9)
+state = rule.init({"w": torch.ones(3)}, dtype="bfloat16")
+assert rule.update({"w": torch.ones(3)}, state).average["w"].dtype == torch.bfloat16
+"""
+    )
+    assert not {"jax", "ml_dtypes"} & loaded
+
+
+def test_a_module_that_stands_in_for_jax_or_torch_is_not_taken_for_it() -> None:
+    """``None`` in ``sys.modules`` is how an import is blocked."""
+    loaded_by(
+        """
+import sys
+sys.modules["jax"] = sys.modules["torch"] = None
+import functavg, numpy as np
+rule = functavg.SWA()
+assert rule.update(np.ones(2), rule.init(np.ones(2))).count == 1
+"""
+    )
+
+
+def test_compiling_with_jax_loaded_and_nothing_run_before() -> None:
+    """A compiler cannot look into JAX's registry."""
+    pytest.importorskip("jax")
+    loaded_by(
+        """
+import jax, torch, functavg
+rule = functavg.EMA(0.5)
+step = torch.compile(rule.update, fullgraph=True, backend="eager")
+state = step({"w": torch.ones(2)}, rule.init({"w": torch.zeros(2)}))
+assert state.average["w"].tolist() == [1.0, 1.0]
+"""
+    )
+
+
+def test_jax_params_may_live_on_other_devices_than_the_average() -> None:
+    pytest.importorskip("jax")
+    loaded_by(
+        """
+import os
+os.environ["JAX_PLATFORMS"], os.environ["XLA_FLAGS"] = "cpu", "--xla_force_host_platform_device_count=2"
+import functavg, jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+one, other = jax.devices()
+sharded = NamedSharding(Mesh(jax.devices(), "x"), PartitionSpec("x"))
+for rule in (functavg.EMA(0.5), functavg.Copy(), functavg.AvgFn(lambda a, x, n: (a + x) / 2)):
+    for home in (one, other, sharded):
+        for count in (0, jnp.asarray(0)):
+            state = rule.init({"w": jnp.zeros(2)}, device=home)._replace(count=count)
+            for place in (one, other, sharded, sharded):
+                state = rule.update({"w": jax.device_put(jnp.ones(2), place)}, state)
+                assert state.average["w"].device == home, (state.average["w"].device, home)
+            state = rule.update({"w": np.ones(2)}, state)
+            assert state.average["w"].device == home
+            assert state.average["w"].tolist() == [1.0, 1.0]
+assert functavg.cast_like(jax.device_put(jnp.ones(2), one), jax.device_put(jnp.ones(2), other)).device == other
+"""
+    )

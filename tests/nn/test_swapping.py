@@ -1,0 +1,300 @@
+"""swapped and copy_to: a model computes with an average, and its training weights come back."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import swa_utils as torch_swa_utils
+
+import functavg
+from functavg import EMA, SWA, AveragedModel, swapped
+from functavg.combinators import Several
+from tests.nn.helpers import Net, bits, contents, fill, parameters_of, randomise, scalar, tensors, unchanged
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def trained(dtype=torch.float32, **arguments):
+    """Return a model, and an average that has seen it and two others."""
+    model = Net().to(dtype)
+    averaged = AveragedModel(model, **({"rule": EMA(0.9)} | arguments))
+    for seed in range(3):
+        randomise(model, seed)
+        averaged.update_parameters(model)
+    return model, averaged
+
+
+def named(averaged):
+    return dict(averaged.module.named_parameters())
+
+
+def as_state(averaged):
+    return averaged.state
+
+
+def as_torch(averaged):
+    theirs = torch_swa_utils.AveragedModel(averaged.module, use_buffers=bool(averaged.use_buffers))
+    theirs.n_averaged.fill_(3)
+    return theirs
+
+
+def as_torch_wrapped(averaged):
+    theirs = torch_swa_utils.AveragedModel(nn.DataParallel(averaged.module))
+    theirs.n_averaged.fill_(3)
+    return theirs
+
+
+AVERAGES = {
+    "AveragedModel": lambda averaged: averaged,
+    "state": as_state,
+    "dict": named,
+    "torch's": as_torch,
+    "torch's of a wrapped model": as_torch_wrapped,
+    "functional state": lambda averaged: SWA().update(named(averaged), SWA().init(named(averaged))),
+}
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+@DTYPES
+def test_the_model_holds_the_average_inside_and_its_own_weights_afterwards(dtype, kind):
+    model, averaged = trained(dtype)
+    average = AVERAGES[kind](averaged)
+    objects = {name: id(tensor) for name, tensor in tensors(model).items()}
+    buffers = {name: bits(buffer) for name, buffer in model.named_buffers()}
+    with unchanged(model, averaged):
+        with swapped(model, average) as inside:
+            assert inside is model
+            for name, parameter in averaged.module.named_parameters():
+                assert bits(model.get_parameter(name)) == bits(parameter)
+            assert {name: bits(buffer) for name, buffer in model.named_buffers()} == buffers
+        assert {name: id(tensor) for name, tensor in tensors(model).items()} == objects
+    assert model.hidden[1].weight is model.inputs.weight
+
+
+@pytest.mark.parametrize("kind", ["AveragedModel", "state", "torch's"])
+@DTYPES
+def test_averaged_buffers_go_in_too(dtype, kind):
+    model, averaged = trained(dtype, use_buffers=True)
+    with unchanged(model, averaged), swapped(model, AVERAGES[kind](averaged)):
+        for name in ("norm.running_mean", "norm.running_var", "cache"):
+            assert bits(model.get_buffer(name)) == bits(averaged.module.get_buffer(name))
+        assert bits(model.inputs.bias) == bits(averaged.module.inputs.bias)
+
+
+def test_a_float32_model_gets_the_average_and_not_its_rounding():
+    model, averaged = trained(torch.bfloat16)
+    model.float()
+    with swapped(model, averaged):
+        assert bits(model.scale) == bits(averaged.state.average["scale"])
+        assert bits(model.scale) != bits(averaged.module.scale.float())
+
+
+@DTYPES
+def test_an_exception_brings_the_training_weights_back(dtype):  # U1
+    model, averaged = trained(dtype)
+    with unchanged(model, averaged), pytest.raises(KeyboardInterrupt), swapped(model, averaged):
+        fill(model, 0.0)
+        raise KeyboardInterrupt
+    with unchanged(model, averaged):
+        inside = swapped(model, averaged)
+        inside.__enter__()
+        assert inside.__exit__(ValueError, ValueError("no"), None) is False
+
+
+@DTYPES
+def test_blocks_nest(dtype):  # U2
+    model, averaged = trained(dtype)
+    _, other = trained(dtype, rule=EMA(0.1))
+    with unchanged(model, averaged, other):
+        with swapped(model, averaged):
+            outer = parameters_of(model)
+            with swapped(model, other), swapped(model, averaged), swapped(model, {"scale": torch.tensor(3.0)}):
+                assert model.scale.item() == 3.0
+            assert parameters_of(model) == outer
+            fill(model, 0.0)
+
+
+def test_an_average_of_nothing_changes_nothing():  # U3
+    model = Net()
+    averaged = AveragedModel(model, rule=EMA(0.9))
+    randomise(model, 1)
+    batch = torch.randn(4, 3)
+    theirs = torch_swa_utils.AveragedModel(Net())
+    with unchanged(model):
+        for average in (averaged, averaged.state, theirs, SWA().init(dict(model.named_parameters())), {}):
+            before = model.eval()(batch)
+            with swapped(model, average):
+                assert torch.equal(model(batch), before)
+        averaged.copy_to(model)
+
+
+@DTYPES
+def test_a_checkpoint_written_inside_holds_the_average(dtype):  # U4
+    model, averaged = trained(dtype)
+    outside = contents(averaged)
+    file = io.BytesIO()
+    with swapped(model, averaged):
+        torch.save(averaged.state_dict(), file)
+        assert contents(averaged) == outside
+    file.seek(0)
+    loaded = AveragedModel(Net().to(dtype), rule=EMA(0.9))
+    loaded.load_state_dict(torch.load(file))
+    state = loaded.state
+    assert state.count == 3
+    assert {name: bits(value) for name, value in state.average.items()} == {
+        name: bits(value) for name, value in averaged.state.average.items()
+    }
+
+
+@DTYPES
+def test_training_goes_on_afterwards_as_if_nothing_had_been(dtype):
+    """The optimizer goes on with its state and its parameters, the average with the training weights."""
+    results = []
+    for swaps in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).to(dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        averaged = AveragedModel(model, rule=EMA(0.5), use_buffers=True)
+        averaged.attach(optimizer, model)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model.train()(torch.randn(8, 3).to(dtype)).square().mean().backward()
+            optimizer.step()
+            if swaps:
+                with swapped(model, averaged), torch.inference_mode():
+                    model.eval()(torch.ones(2, 3, dtype=dtype))
+        results.append((parameters_of(model), contents(averaged)))
+    assert results[0] == results[1]
+
+
+def test_updates_inside_are_updates_with_the_average():
+    """The AveragedModel stays valid inside: an average of a model at its average does not move."""
+    model, averaged = trained()
+    before = averaged.state.average["scale"].clone()
+    with swapped(model, averaged):
+        averaged.update_parameters(model)
+    torch.testing.assert_close(averaged.state.average["scale"], before)
+    assert averaged.n_averaged.item() == 4
+
+
+@pytest.mark.parametrize(
+    "wrap", [nn.DataParallel, lambda model: torch.compile(model, backend="eager")], ids=["DataParallel", "compile"]
+)
+def test_the_model_may_be_wrapped(wrap):
+    model, averaged = trained()
+    batch = torch.randn(2, 3)
+    wanted = averaged.module.eval()(batch)
+    model.eval()
+    averaged.module.norm.load_state_dict(model.norm.state_dict())
+    averaged.module.norm.weight.data.copy_(averaged.state.average["norm.weight"])
+    with unchanged(model), swapped(wrap(model), averaged) as inside:
+        assert torch.equal(model.inputs.weight, averaged.module.inputs.weight)
+        assert inside(batch).shape == wanted.shape
+
+
+def test_some_names_may_be_swapped_and_others_left():
+    model, _ = trained()
+    bias = torch.full((3,), 7.0, dtype=torch.float64)
+    before = bits(model.hidden[0].weight)
+    with unchanged(model), swapped(model, {"hidden.0.bias": bias, "norm.running_mean": bias}):
+        assert model.hidden[0].bias.tolist() == model.norm.running_mean.tolist() == [7.0] * 3
+        assert model.hidden[0].bias.dtype == torch.float32
+        assert bits(model.hidden[0].weight) == before
+
+
+def test_a_tied_parameter_may_be_given_by_each_of_its_names():
+    model, _ = trained()
+    ones = torch.ones(3, 3)
+    for names in (["inputs.weight"], ["hidden.1.weight"], ["hidden.1.weight", "inputs.weight"]):
+        with unchanged(model), swapped(model, dict.fromkeys(names, ones)):
+            assert torch.equal(model.inputs.weight, ones)
+            assert model.inputs.weight is model.hidden[1].weight
+
+
+def test_the_first_of_several_averages_goes_in():
+    model, averaged = trained(rule=Several({"a": EMA(0.5), "b": SWA()}))
+    with unchanged(model):
+        for average in (averaged, AveragedModel(model, rule=SWA(), module=averaged.module)):
+            del average
+        with swapped(model, averaged.state.average["b"]):
+            assert bits(model.scale) == bits(averaged.state.average["b"]["scale"])
+    averaged.copy_to(model)
+    assert bits(model.scale) == bits(averaged.module.scale)
+
+
+def test_a_model_in_inference_mode_may_be_swapped():
+    model, averaged = trained()
+    with unchanged(model, averaged), torch.inference_mode(), swapped(model, averaged):
+        assert bits(model.scale) == bits(averaged.module.scale)
+    assert not model.scale.is_inference()
+
+
+# ---- what does not fit
+
+WRONG = {
+    "an unknown name": (
+        {"scale": torch.ones(()), "weight": torch.ones(1)},
+        ValueError,
+        r"the model has no tensors named weight; it has scale, .* and 11 more\. Names are those of named_parameters",
+    ),
+    "another shape": ({"scale": torch.ones(()), "inputs.bias": torch.ones(1)}, ValueError, r"inputs\.bias.*\(3,\)"),
+    "a number": ({"scale": torch.ones(()), "inputs.bias": 1.0}, TypeError, r"inputs\.bias.*expected a torch tensor"),
+    "complex": (
+        {"scale": torch.ones(()), "inputs.bias": torch.ones(3) + 0j},
+        TypeError,
+        r"inputs\.bias.*expected torch.float32",
+    ),
+    "a list": ([torch.ones(())], TypeError, "average must be an AveragedModel, an AverageState or a mapping.*got list"),
+    "None": (None, TypeError, "average must be an AveragedModel.*got NoneType"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_does_not_fit_is_refused_before_anything_is_written(wrong):
+    model, _ = trained()
+    average, error, message = WRONG[wrong]
+    versions = {name: tensor._version for name, tensor in tensors(model).items()}
+    with unchanged(model), pytest.raises(error, match=message), swapped(model, average):
+        raise AssertionError("must not get here")
+    assert {name: tensor._version for name, tensor in tensors(model).items()} == versions
+
+
+def test_an_average_of_another_model_is_refused():
+    model, averaged = trained()
+    other = nn.Linear(3, 3)
+    for use in (lambda: swapped(other, averaged).__enter__(), lambda: averaged.copy_to(other)):
+        with unchanged(other, averaged), pytest.raises(ValueError, match="the model has no tensors named"):
+            use()
+
+
+# ---- copy_to
+
+
+@DTYPES
+def test_copy_to_gives_the_average_for_good(dtype):
+    model, averaged = trained(dtype)
+    target = Net().to(torch.float64)
+    averaged.copy_to(target)
+    for name, value in averaged.state.average.items():
+        assert bits(target.get_parameter(name)) == bits(value.double())
+    for name, buffer in averaged.module.named_buffers():
+        assert torch.equal(target.get_buffer(name), buffer.to(target.get_buffer(name).dtype))
+    averaged.copy_to(nn.DataParallel(model))
+    assert parameters_of(model) == parameters_of(averaged.module)
+    assert averaged.n_averaged.item() == 3
+    assert model.hidden[1].weight is model.inputs.weight
+
+
+def test_copy_to_a_model_that_lacks_tensors_writes_nothing():
+    _, averaged = trained()
+    target = Net()
+    target.norm.register_buffer("running_mean", torch.zeros(4))
+    with unchanged(target, averaged), pytest.raises(ValueError, match=r"norm\.running_mean.*expected shape \(4,\)"):
+        averaged.copy_to(target)
+
+
+def test_the_names_of_the_library_are_those_of_the_package():
+    assert functavg.swapped is swapped
