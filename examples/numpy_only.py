@@ -46,7 +46,7 @@ def main() -> None:
         predicted = probabilities(weights, test_x)
         accuracy = 100 * (predicted.argmax(axis=1) == test_y).mean()
         loss = -np.log(predicted[np.arange(len(test_y)), test_y]).mean()
-        print(f"{name:12}: test accuracy {accuracy:.2f} %, test loss {loss:.4f}")
+        print(f"{name + ':':14}test accuracy {accuracy:.2f} %, test loss {loss:.4f}")
     assert "torch" not in sys.modules
     print("torch was not imported")
 

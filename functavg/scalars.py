@@ -98,9 +98,9 @@ def check_weight(value: Any, name: str = "weight") -> Weight:
         if not math.isfinite(value):
             raise ValueError(f"{name} must be finite, got {value!r}")
         return value
-    if getattr(value, "ndim", None) == 0 and not isinstance(value, (np.ndarray, np.generic)):
-        if "complex" not in str(value.dtype):
-            return value
+    on_device = getattr(value, "ndim", None) == 0 and not isinstance(value, (np.ndarray, np.generic))
+    if on_device and "complex" not in str(value.dtype):
+        return value
     raise TypeError(f"{name} must be a real number or a 0-d array, got {value!r} of {type(value).__name__}")
 
 

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from functavg.nn import buffers, pairing
 from functavg.nn.beside import Beside
-from functavg.nn.copying import twin
+from functavg.nn.copying import overwritten, twin
 from functavg.nn.counting import HostCount
 from functavg.nn.functions import MultiAvgFn
 from functavg.nn.precision import WideValues
@@ -94,13 +94,11 @@ class AveragedModel(TorchAveragedModel):
         self._count = HostCount()
         self._loaded: dict[str, Tensor] = {}
         with torch.inference_mode(False), torch.no_grad():
-            self.module = twin(model) if module is None else module
+            self.module = twin(model) if module is None else overwritten(module, model)
             if device is not None:
                 self.module = self.module.to(device)
             self._wide.narrow(tensor for _, tensor in pairing.tensors(self.module))
             self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.int64, device=device))
-        if module is not None:
-            write(self.module, dict(pairing.tensors(model)))
         self._beside = Beside(self.rule, self._wide.get(self._averaged()))
         self.register_state_dict_post_hook(_finish_saving)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_finish_loading)  # type: ignore[no-untyped-call]
@@ -119,10 +117,7 @@ class AveragedModel(TorchAveragedModel):
     @property
     def state(self) -> AverageState[Any]:
         """The state behind the module: the count, the averages by name (not copies) and the memory of the rule."""
-        values = self._wide.get(self._averaged())
-        distinct = {id(value): value.detach() for value in values.values()}  # what is tied stays tied
-        values = {name: distinct[id(value)] for name, value in values.items()}
-        return self._beside.state(self._count.read(self.n_averaged), values)
+        return self._beside.state(self._count.read(self.n_averaged), self._values())
 
     def extra_repr(self) -> str:
         """Show the rule."""
@@ -222,6 +217,12 @@ class AveragedModel(TorchAveragedModel):
         """
         if self._count.read(self.n_averaged) > 0:
             write(model, self._wide.get(dict(pairing.tensors(self.module))))
+
+    def _values(self) -> dict[str, Tensor]:
+        """Return the values of the average by name, of the first where there are several; they are not copies."""
+        values = self._wide.get(self._averaged())
+        distinct = {id(value): value.detach() for value in values.values()}  # what is tied stays tied
+        return {name: distinct[id(value)] for name, value in values.items()}
 
     def _averaged(self) -> dict[str, Tensor]:
         """Return the tensors that are averaged, by name."""

@@ -12,7 +12,8 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from functavg.nn.pairing import tensors, unwrap
+from functavg.nn.pairing import some, tensors, unwrap
+from functavg.nn.writing import write
 
 
 def twin(model: Module) -> Module:
@@ -34,6 +35,24 @@ def twin(model: Module) -> Module:
                 f"cannot copy {name} ({type(culprit).__name__}): {error}. Give it a __deepcopy__, remove what resists, "
                 "or pass a ready copy of the model as module="
             ) from error
+
+
+def overwritten(module: Module, model: Module) -> Module:
+    """Return a ready copy of a model after giving it the model's values.
+
+    Raises:
+        TypeError, ValueError: it is no copy of the model, or shares memory with it; nothing was written.
+    """
+    values = dict(tensors(model))
+    theirs = set(map(id, values.values()))
+    shared = [name for name, tensor in tensors(module) if id(tensor) in theirs]
+    if shared:
+        raise ValueError(
+            f"module= shares {some(shared)} with the model, whose training an average would overwrite. "
+            "Pass a second model, such as copy.deepcopy(model)"
+        )
+    write(module, values)
+    return module
 
 
 class _PlainCopies(TorchFunctionMode):

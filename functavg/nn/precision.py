@@ -25,6 +25,7 @@ class WideValues:
     def __init__(self, dtype: Any = None) -> None:
         self.dtype = dtypes.check_dtype(dtype)
         self._held: dict[int, tuple[Tensor, Any, Tensor]] = {}
+        self._dtypes: dict[torch.dtype, torch.dtype] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is still trusted; versions are not those of a copy."""
@@ -34,7 +35,7 @@ class WideValues:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the values over for the tensors as they are now."""
         self.dtype = state["dtype"]
-        self._held = {}
+        self._held, self._dtypes = {}, {}
         for tensor, value in state["held"]:
             self.put(tensor, value)
 
@@ -99,7 +100,7 @@ class WideValues:
         for tensor in tensors:
             held = dtypes.held_in(dtypes.name_of(tensor.dtype), self.dtype)
             if dtypes.kind_of(held) in (dtypes.REAL, dtypes.COMPLEX) and _bits(held) < _bits(tensor.dtype):
-                tensor.data = tensor.data.to(getattr(torch, held))
+                tensor.data = tensor.data.to(dtypes.named(torch, held))
 
     def clear(self) -> None:
         """Forget all values."""
@@ -107,9 +108,11 @@ class WideValues:
 
     def _held_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype that an average of tensors of this dtype is held in, never a narrower one."""
-        held = dtypes.held_in(dtypes.name_of(dtype), self.dtype)
-        wider = held != dtypes.name_of(dtype) and _bits(held) > _bits(dtype)
-        return getattr(torch, held) if wider else dtype
+        if dtype not in self._dtypes:
+            held = dtypes.held_in(dtypes.name_of(dtype), self.dtype)
+            wider = held != dtypes.name_of(dtype) and _bits(held) > _bits(dtype)
+            self._dtypes[dtype] = dtypes.named(torch, held) if wider else dtype
+        return self._dtypes[dtype]
 
     def _value(self, tensor: Tensor) -> Tensor:
         _, mark, value = self._held.get(id(tensor), (None, None, None))

@@ -12,7 +12,6 @@ from torch.nn import Module, Parameter
 from torch.optim.swa_utils import AveragedModel as TorchAveragedModel
 
 from functavg import trees
-from functavg.functional import lerp
 from functavg.nn import pairing
 from functavg.nn.averaged_model import AveragedModel
 from functavg.nn.writing import targets, write
@@ -58,16 +57,15 @@ def swapped(model: Module, average: TorchAveragedModel | AverageState[Any] | Map
     try:
         yield model
     finally:
-        pairing.reshard(model)
-        lerp(tensors, training, 1.0, inplace=True)
-        pairing.reshard(model)
+        there = dict(pairing.tensors(model))  # a move inside may have made new tensors
+        write(model, {name: value for name, value in training.items() if name in there})
 
 
 def _values(average: Any) -> Mapping[str, Tensor]:
     """Return the values of an average by name."""
     if isinstance(average, AveragedModel):
-        average = average.state
-    elif isinstance(average, TorchAveragedModel):
+        return average._values() if average.state.count > 0 else {}
+    if isinstance(average, TorchAveragedModel):
         everything = pairing.tensors(average.module) if average.n_averaged > 0 else ()
         return {name: tensor for name, tensor in everything if average.use_buffers or isinstance(tensor, Parameter)}
     if isinstance(average, AverageState):

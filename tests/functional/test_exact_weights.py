@@ -1,4 +1,4 @@
-"""The first update copies; a weight of exactly 1 copies, one of exactly 0 does nothing: no arithmetic in either case."""
+"""The first update copies; a weight of exactly 1 copies and one of exactly 0 does nothing, without arithmetic."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ def test_an_ema_of_decay_1_ignores_inf_after_the_copy(library: str) -> None:
         assert state.count == 3
 
 
-def test_weight_0_with_nan_in_the_new_value_leaves_the_average(
-) -> None:
+def test_weight_0_with_nan_in_the_new_value_leaves_the_average() -> None:
     """C5."""
-    average = functavg.lerp({"w": torch.ones(2), "n": torch.tensor(1)}, {"w": torch.full((2,), torch.nan), "n": torch.tensor(2)}, 0.0)
+    new = {"w": torch.full((2,), torch.nan), "n": torch.tensor(2)}
+    average = functavg.lerp({"w": torch.ones(2), "n": torch.tensor(1)}, new, 0.0)
     assert average["w"].tolist() == [1.0, 1.0]
     assert average["n"].item() == 1

@@ -157,20 +157,6 @@ assert rule.update(np.ones(2), rule.init(np.ones(2))).count == 1
     )
 
 
-def test_compiling_with_jax_loaded_and_nothing_run_before() -> None:
-    """A compiler cannot look into JAX's registry."""
-    pytest.importorskip("jax")
-    loaded_by(
-        """
-import jax, torch, functavg
-rule = functavg.EMA(0.5)
-step = torch.compile(rule.update, fullgraph=True, backend="eager")
-state = step({"w": torch.ones(2)}, rule.init({"w": torch.zeros(2)}))
-assert state.average["w"].tolist() == [1.0, 1.0]
-"""
-    )
-
-
 def test_jax_params_may_live_on_other_devices_than_the_average() -> None:
     pytest.importorskip("jax")
     loaded_by(
@@ -181,11 +167,11 @@ import functavg, jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 one, other = jax.devices()
 sharded = NamedSharding(Mesh(jax.devices(), "x"), PartitionSpec("x"))
-for rule in (functavg.EMA(0.5), functavg.Copy(), functavg.AvgFn(lambda a, x, n: (a + x) / 2)):
-    for home in (one, other, sharded):
+for rule in (functavg.EMA(0.5), functavg.AvgFn(lambda a, x, n: (a + x) / 2)):
+    for home in (other, sharded):
         for count in (0, jnp.asarray(0)):
             state = rule.init({"w": jnp.zeros(2)}, device=home)._replace(count=count)
-            for place in (one, other, sharded, sharded):
+            for place in (one, other, sharded):
                 state = rule.update({"w": jax.device_put(jnp.ones(2), place)}, state)
                 assert state.average["w"].device == home, (state.average["w"].device, home)
             state = rule.update({"w": np.ones(2)}, state)

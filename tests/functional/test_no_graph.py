@@ -45,9 +45,7 @@ def test_updates_in_any_mode_give_the_same_and_stay_usable_in_any_other(name: st
             with then():
                 state = rule.update(params(2.0), state, inplace=inplace)
             state = rule.update(params(4.0), state, inplace=inplace)
-            for leaf, value in zip(
-                optree.tree_leaves(state.average), optree.tree_leaves(wanted.average), strict=True
-            ):
+            for leaf, value in zip(optree.tree_leaves(state.average), optree.tree_leaves(wanted.average), strict=True):
                 assert torch.equal(leaf, value)
                 assert leaf.dtype == value.dtype
                 assert not leaf.is_inference()
@@ -72,7 +70,8 @@ def test_an_average_with_gradients_is_updated_in_place() -> None:
     """A model's own parameters are such an average, where an average is written back."""
     model = torch.nn.Linear(2, 2)
     before = model.weight.detach().clone()
-    functavg.lerp(dict(model.named_parameters()), {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, 0.5, inplace=True)
+    zeros = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
+    functavg.lerp(dict(model.named_parameters()), zeros, 0.5, inplace=True)
     assert torch.equal(model.weight, before / 2)
     assert model.weight.is_leaf
     assert model.weight.requires_grad

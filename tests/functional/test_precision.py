@@ -105,7 +105,9 @@ DTYPES: list[tuple[Any, str, str]] = [  # asked for, of real leaves, of complex 
 
 
 @pytest.mark.parametrize(("asked", "real", "complex_"), DTYPES, ids=str)
-def test_dtype_is_that_of_real_leaves_and_complex_ones_take_its_counterpart(asked: Any, real: str, complex_: str) -> None:
+def test_dtype_is_that_of_real_leaves_and_complex_ones_take_its_counterpart(
+    asked: Any, real: str, complex_: str
+) -> None:
     rule = functavg.SWA()
     params = {
         "w": torch.ones(2, dtype=torch.bfloat16),
@@ -119,7 +121,9 @@ def test_dtype_is_that_of_real_leaves_and_complex_ones_take_its_counterpart(aske
         assert optree.tree_map(dtype_name, state.average) == {"w": real, "c": complex_, "n": "int16", "m": "bool"}
 
 
-@pytest.mark.parametrize(("asked", "real", "complex_"), [row for row in DTYPES if "bfloat16" not in str(row[0])], ids=str)
+@pytest.mark.parametrize(
+    ("asked", "real", "complex_"), [row for row in DTYPES if "bfloat16" not in str(row[0])], ids=str
+)
 def test_dtype_means_the_same_for_numpy(asked: Any, real: str, complex_: str) -> None:
     params = {"w": np.ones(2, np.float16), "c": np.ones(2, np.complex64), "n": np.ones(2, np.int16)}
     average = functavg.SWA().init(params, dtype=asked).average

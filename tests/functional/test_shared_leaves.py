@@ -1,4 +1,4 @@
-"""A pair of the same two mutable arrays is done once and stays shared; where the params no longer share, leaves part."""
+"""A pair of the same two mutable arrays is done once and stays shared; where params no longer share, leaves part."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Te
 FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "as it is": lambda leaf: leaf,
     "channels last": lambda leaf: leaf.to(memory_format=torch.channels_last) if leaf.ndim == 4 else leaf,
-    "transposed": lambda leaf: leaf.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1)
-    if leaf.ndim > 1
-    else leaf,
+    "transposed": lambda leaf: (
+        leaf.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1) if leaf.ndim > 1 else leaf
+    ),
     "strided": lambda leaf: torch.stack([leaf, leaf], -1)[..., 0],
     "expanded": lambda leaf: leaf[:1].expand(leaf.shape) if leaf.ndim else leaf,
     "conjugate": lambda leaf: leaf.conj() if leaf.is_complex() else leaf,

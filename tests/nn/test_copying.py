@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 from functavg import EMA, AveragedModel
 from tests.nn.helpers import Net, bits, fill, parameters_of, randomise, scalar, tensors, unchanged
@@ -42,6 +42,38 @@ def test_weight_norm_is_averaged(make, forward):  # M1
     assert all_values(averaged) == {0.25}
     averaged(torch.ones(1, 2)).sum().backward()
     averaged.update_parameters(model)
+
+
+def test_pruned_layers_are_averaged_and_stay_pruned():
+    model = nn.Sequential(nn.Linear(4, 4))
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    model(torch.ones(1, 4)).sum().backward()
+    averaged = quarter(model)
+    assert all_values(averaged) == {0.25}
+    averaged(torch.ones(1, 4))
+    assert torch.equal(averaged.module[0].weight, 0.25 * model[0].weight_mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_recurrent_layers_compute_with_the_average(dtype):
+    """They hold their weights in a list beside their parameters, too."""
+    model, wanted = (nn.LSTM(2, 3, num_layers=2, dtype=dtype) for _ in range(2))
+    averaged = quarter(model)
+    fill(wanted, 0.25)
+    batch = torch.randn(4, 1, 2, dtype=dtype)
+    assert torch.equal(averaged(batch)[0], wanted(batch)[0])
+    averaged.load_state_dict(averaged.double().state_dict(), assign=True)
+    fill(model, 0.25)
+    averaged.update_parameters(model)
+    torch.testing.assert_close(averaged(batch.double())[0], wanted.double()(batch.double())[0])
+
+
+def test_a_model_without_parameters_counts_all_the_same():
+    averaged = AveragedModel(nn.ReLU())
+    for _ in range(2):
+        averaged.update_parameters(nn.ReLU())
+    averaged.half().load_state_dict(averaged.state_dict())
+    assert (averaged.n_averaged.item(), averaged.state.average) == (2, {})
 
 
 class Caching(nn.Module):
@@ -288,7 +320,8 @@ def test_an_average_may_be_held_in_less(narrow):
     [
         (torch.int32, ValueError, "dtype must be real or complex floating of at least 16 bits, got int32"),
         (torch.float8_e4m3fn, ValueError, "at least 16 bits, got float8_e4m3fn"),
-        ("bfloat17x", TypeError, "dtype must be a dtype.*got 'bfloat17x'"),
+        ("float17", ValueError, "dtype must be one that torch has, got float17"),
+        ("ema", TypeError, "dtype must be a dtype.*got 'ema'"),
         (3.5, TypeError, "dtype must be a dtype.*got 3.5"),
     ],
 )

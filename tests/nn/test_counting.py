@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import functavg
 from functavg import EMA, SWA, AveragedModel, PowerEMA, swapped
 from tests.nn.helpers import EVERY_WAY, Net, fill, scalar, tensors
+from tests.tables import ramp
 
 
 class Elsewhere(Tensor):
@@ -136,7 +137,7 @@ def test_a_count_on_the_cpu_is_read_at_every_update():
 # ---- meta
 
 
-@pytest.mark.parametrize("rule", [EMA(), SWA(), EMA(debias=True), PowerEMA(6.94), EMA(lambda u: 0.5)], ids=repr)
+@pytest.mark.parametrize("rule", [EMA(), SWA(), EMA(debias=True), PowerEMA(6.94), EMA(ramp)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_updates_run_on_a_model_on_meta(dtype, rule):
     with torch.device("meta"):

@@ -1,0 +1,116 @@
+"""FSDP2 models, here of one process: averaged shard by shard, and never left with the average in their full weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import functavg
+from functavg import EMA, AveragedModel, swapped
+from functavg.combinators import Several
+from functavg.rules.lawa import LAWA
+from tests.nn.helpers import fill, process_group
+from tests.tables import ema_step
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+WAYS = {
+    "EMA": {"rule": EMA(0.75)},
+    "avg_fn": {"avg_fn": ema_step},
+    "multi_avg_fn": {"multi_avg_fn": functavg.get_ema_multi_avg_fn(0.75)},
+    "Several": {"rule": Several({"a": EMA(0.75), "b": LAWA(2)})},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    with process_group():
+        yield
+
+
+def plain(dtype=torch.float32):
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).to(dtype)
+
+
+def sharded(dtype=torch.float32):
+    """Return a model with parameters both in a group of their own and in the root's."""
+    model = plain(dtype)
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def values(model):
+    parameters = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return {value for parameter in parameters for value in parameter.flatten().tolist()}
+
+
+def averaged_pair(way, dtype):
+    """Return a sharded model at 1 and its average, which has seen 0 and then 1, after forwards that gather."""
+    model = sharded(dtype)
+    averaged = AveragedModel(model, module=sharded(dtype), use_buffers=True, **WAYS[way])
+    for value in (0.0, 1.0):
+        fill(model, value)
+        with torch.no_grad():
+            model(torch.randn(4, 3, dtype=dtype))
+        averaged.update_parameters(model)
+    return model, averaged
+
+
+@pytest.mark.parametrize("way", WAYS)
+@DTYPES
+def test_a_sharded_model_is_averaged_shard_by_shard(dtype, way):  # M4
+    model, averaged = averaged_pair(way, dtype)
+    assert all(isinstance(parameter, DTensor) for parameter in averaged.module.parameters())
+    assert values(averaged.module) == {0.25}
+    state = averaged.state_dict()
+    assert state["module.2.weight"].dtype == torch.float32
+    other = AveragedModel(model, module=sharded(dtype), use_buffers=True, **WAYS[way])
+    other.load_state_dict(state)
+    for each in (averaged, other):
+        each.update_parameters(model)
+        assert values(each.module) == {0.4375}
+
+
+@DTYPES
+def test_training_goes_on_with_the_training_weights(dtype):  # M4b
+    model, averaged = averaged_pair("EMA", dtype)
+    batch = torch.randn(4, 3, dtype=dtype)
+    model.eval()
+    with torch.no_grad():
+        before = model(batch)
+        averaged.update_parameters(model)
+        assert torch.equal(model(batch), before)
+        with swapped(model, averaged):
+            assert not torch.equal(model(batch), before)
+        assert torch.equal(model(batch), before)
+    output = model(batch)
+    assert torch.equal(output, before)
+    output.sum().backward()
+    assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
+
+
+def test_copy_to_writes_the_shards():
+    model, averaged = averaged_pair("EMA", torch.bfloat16)
+    with torch.no_grad():
+        model(torch.randn(4, 3, dtype=torch.bfloat16))
+    averaged.copy_to(model)
+    assert values(model) == {0.25}
+
+
+def test_what_is_sharded_and_what_is_not_do_not_mix():  # M5
+    whole, shards = AveragedModel(plain()), AveragedModel(sharded(), module=sharded())
+    with pytest.raises(TypeError, match=r"0\.bias.*a DTensor in the params, a plain tensor in the average.*module="):
+        whole.update_parameters(sharded())
+    with pytest.raises(TypeError, match=r"0\.bias.*a DTensor in the average, a plain tensor in the params"):
+        shards.update_parameters(plain())
+    assert whole.n_averaged.item() == shards.n_averaged.item() == 0
+
+
+def test_a_sharded_model_without_a_ready_module_is_refused_with_advice():
+    with pytest.raises(TypeError, match=r"cannot copy 0 \(FSDPLinear\).*pass a ready copy of the model as module="):
+        AveragedModel(sharded())
