@@ -14,6 +14,8 @@ from sybil.parsers.myst import PythonCodeBlockParser
 
 # Plots are drawn without a screen, also by what a test starts as a process of its own.
 os.environ.setdefault("MPLBACKEND", "Agg")
+# The tests run in one process for each core; threads of their own would only be in each other's way.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 collect_ignore = ["docs/conf.py"]
 

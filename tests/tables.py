@@ -94,6 +94,9 @@ RULES = {
 }
 WEIGHT_RULES = {name: row for name, row in RULES.items() if row.is_weight_rule}
 
+# Rows that take the same path through the code as another one: left out where each row costs a compilation.
+ALIKE = {"EMA-0", "EMA-1", "EMA-1-debias", "EMA-half-life", "PowerEMA-0", "PowerEMA-sigma", "WeightFn", "LAWA-1"}
+
 # ---- kinds of leaves
 
 

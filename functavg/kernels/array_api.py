@@ -28,9 +28,7 @@ def copied(leaf: Any, dtype: str | None, device: Any) -> Any:
     library = leaf.__array_namespace__()
     held = dtypes.held_in(_name(leaf), dtype)
     # A dtype that is given, even the same one, ends what JAX calls a weak type; an update would end it and trace anew.
-    array = library.asarray(
-        leaf, dtype=leaf.dtype if held == _name(leaf) else dtypes.named(library, held), copy=True
-    )
+    array = library.asarray(leaf, dtype=leaf.dtype if held == _name(leaf) else dtypes.named(library, held), copy=True)
     return array if device is None else array.to_device(device)
 
 

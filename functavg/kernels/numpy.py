@@ -61,9 +61,7 @@ def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], 
             if refusal(old) is not None:
                 raise TypeError(f"{where(index)}: the average holds {refusal(old)}")
             if old.shape != array.shape:
-                raise ValueError(
-                    f"{where(index)}: expected shape {old.shape}, got {array.shape}; nothing is broadcast"
-                )
+                raise ValueError(f"{where(index)}: expected shape {old.shape}, got {array.shape}; nothing is broadcast")
             if _kind(array) > _kind(old):
                 raise TypeError(f"{where(index)}: expected {old.dtype} or what it can hold, got {array.dtype}")
         arrays.append(array)

@@ -112,7 +112,7 @@ class AveragedModel(TorchAveragedModel):
             return own
         if fn is None:
             return SWA()
-        return AvgFn(fn) if self.multi_avg_fn is None else MultiAvgFn(fn)
+        return AvgFn(fn) if self.multi_avg_fn is None else MultiAvgFn(self.multi_avg_fn)
 
     @property
     def state(self) -> AverageState[Any]:

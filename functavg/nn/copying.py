@@ -79,7 +79,6 @@ class _PlainCopies(TorchFunctionMode):
                 return memo[id(tensor)]
         return func(*args, **(kwargs or {}))
 
-
     def _is_view(self, tensor: Tensor) -> bool:
         """Tell whether another tensor over the same memory was copied before."""
         if tensor.layout != torch.strided:

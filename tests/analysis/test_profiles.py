@@ -418,7 +418,11 @@ def test_arguments_are_checked(rule: Any, steps: Any, error: type[Exception], me
         profile(rule, steps)
 
 
-@pytest.mark.parametrize("steps", [np.int64(3), np.array(3), [1, 1, 1], np.array([1, 1, 1]), iter([1, 1, 1])], ids=repr)
+@pytest.mark.parametrize(
+    "steps",
+    [np.int64(3), np.array(3), [1, 1, 1], np.array([1, 1, 1]), iter([1, 1, 1])],
+    ids=lambda it: type(it).__name__,
+)
 def test_steps_may_be_any_integers(steps: Any) -> None:
     np.testing.assert_allclose(profile(SWA(), steps).weights, 1 / 3, rtol=1e-15)
 

@@ -1,4 +1,4 @@
-"""Measures the updates of functavg against the limit of memory and against its peers: ``python -m tests.benchmarks``."""
+"""Measures updates against the limit of memory and against other libraries: ``python -m tests.benchmarks``."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def _host_reads(targets: list[tuple[str, ...]]) -> str:
     met = "yes" if not reads else "no"
     targets.append(("ResNet-50 on meta", "AveragedModel EMA", "host reads per update", str(len(reads)), "0", met))
     return (
-        "## Host reads\n\nThree updates of a model on the `meta` device, whose tensors have no values to read, with all "
-        f"buffers averaged: {len(reads)} reads."
+        "## Host reads\n\nThree updates of a model on the `meta` device, whose tensors have no values to read, with "
+        f"all buffers averaged: {len(reads)} reads."
     )
 
 
@@ -109,8 +109,8 @@ def _scaling(large: bool) -> str:
 
     tensors = [10**2, 10**3, 10**4, 10**5]
     rows = [
-        (f"{count:,} tensors of 16", f"{1e6 * time_of(shapes.build(shapes.many(count, 16)), 7) / count:.2f} µs a tensor")
-        for count in tensors
+        (f"{n:,} tensors of 16", f"{1e6 * time_of(shapes.build(shapes.many(n, 16)), 7) / n:.2f} µs a tensor")
+        for n in tensors
     ]
     for size in [10**6, 10**7, 10**8, *([10**9] if large else [])]:
         model = shapes.build(iter([(f"{index}.weight", (size // 10,)) for index in range(10)]))
@@ -162,9 +162,9 @@ _MODULES: list[tuple[str, Callable[[], shapes.Shapes], list[Target]]] = [
 
 _HEAD = """# Performance
 
-One update of an average of weights, against the limit of memory and against other libraries. The limit is one contiguous
-`lerp_` of as many elements. All contenders of a table take turns in one process; ratios are of least times. Written by
-`tox -e bench` on {machine}, with Python {python}, torch {torch} and numpy {numpy}."""
+One update of an average of weights, against the limit of memory and against other libraries. The limit is one
+contiguous `lerp_` of as many elements. All contenders of a table take turns in one process; ratios are of least times.
+Written by `tox -e bench` on {machine}, with Python {python}, torch {torch} and numpy {numpy}."""
 
 _CUDA = ""
 

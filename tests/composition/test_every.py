@@ -44,7 +44,7 @@ def test_a_decay_is_per_step_whatever_the_interval(interval: int) -> None:
     assert state.count == 110
 
 
-@pytest.mark.parametrize("rule", [SWA(), AvgFn(mean_step)], ids=repr)
+@pytest.mark.parametrize("rule", [SWA(), AvgFn(mean_step)], ids=["SWA", "AvgFn"])
 @pytest.mark.parametrize("start", [0, 7])
 def test_the_snapshots_of_a_mean_weigh_the_same(rule: functavg.AveragingRule, start: int) -> None:
     """C1b: five of them, also where the first comes later than an interval after the beginning."""

@@ -52,7 +52,7 @@ def check(name: str, kind: Kind, tree: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_on_every_kind_of_leaf(name: str, kind: str) -> None:
-    check(name, KINDS[kind], TREES["dict"])
+    check(name, KINDS[kind], lambda leaf: {"w": leaf(2, 3), "b": leaf()})
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -31,6 +31,9 @@ class Pair:
     def __init__(self, left: Any, right: Any) -> None:
         self.left, self.right = left, right
 
+    def __repr__(self) -> str:
+        return f"Pair({self.left}, {self.right})"
+
     def __tree_flatten__(self) -> Any:
         return (self.left, self.right), None, ("left", "right")
 

@@ -151,7 +151,9 @@ def test_an_update_that_fails_fails_the_step_and_names_why():
     assert averaged.n_averaged.item() == 0
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "make", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["deepcopy", "pickle"]
+)
 def test_an_attached_average_and_its_optimizer_can_be_copied(make):
     """A copy of the average is attached to nothing; the original goes on."""
     model, optimizer, step = moving_to(1.0)

@@ -14,7 +14,20 @@ from functavg import EMA, SWA, AveragedModel
 from functavg.combinators import Several
 from functavg.rules.lawa import LAWA
 from tests import oracle
-from tests.nn.helpers import EVERY_WAY, FLOAT32, LOW, WAYS, Course, Net, bits, fill, randomise, scalar, tensors, unchanged
+from tests.nn.helpers import (
+    EVERY_WAY,
+    FLOAT32,
+    LOW,
+    WAYS,
+    Course,
+    Net,
+    bits,
+    fill,
+    randomise,
+    scalar,
+    tensors,
+    unchanged,
+)
 from tests.tables import ema_step
 
 # ---- rules and functions
@@ -146,7 +159,9 @@ def test_a_low_precision_model_goes_into_a_float32_average(name):  # P3
 
 
 @pytest.mark.parametrize("decay", [0.9, np.float64(0.9), torch.tensor(0.9, dtype=torch.float64)], ids=repr)
-@pytest.mark.parametrize("make", [functavg.get_ema_avg_fn, functavg.get_ema_multi_avg_fn, EMA], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "make", [functavg.get_ema_avg_fn, functavg.get_ema_multi_avg_fn, EMA], ids=lambda f: f.__name__
+)
 def test_the_average_does_not_depend_on_the_type_of_the_decay(make, decay):  # P4
     averages = []
     for given in (0.9, decay):
@@ -489,7 +504,7 @@ def test_a_function_may_have_an_attribute_named_rule_that_is_none(name):
         {"multi_avg_fn": functavg.get_swa_multi_avg_fn(), "rule": SWA()},
         {"device": functavg.get_swa_multi_avg_fn(), "rule": SWA()},
     ],
-    ids=lambda arguments: "+".join(arguments),
+    ids="+".join,
 )
 def test_two_ways_to_average_are_one_too_many(arguments):  # T7
     with pytest.raises(AssertionError, match="Only one of avg_fn, multi_avg_fn and rule"):
@@ -504,19 +519,19 @@ def test_two_multi_avg_fns_are_one_too_many():
 
 @pytest.mark.parametrize("rule", [0.999, EMA, "ema"], ids=repr)
 def test_a_rule_must_be_one(rule):
-    with pytest.raises(TypeError, match="rule must be an AveragingRule such as functavg.EMA"):
+    with pytest.raises(TypeError, match=r"rule must be an AveragingRule such as functavg\.EMA"):
         AveragedModel(scalar(), rule=rule)
 
 
 @pytest.mark.parametrize("decay", [float("nan"), -0.1, 1.1, "0.9", None])
 @pytest.mark.parametrize("make", [functavg.get_ema_avg_fn, functavg.get_ema_multi_avg_fn], ids=lambda f: f.__name__)
 def test_a_wrong_decay_is_refused_with_its_value(make, decay):  # T6
-    with pytest.raises((TypeError, ValueError), match=f"decay.*{decay}"):
+    with pytest.raises((TypeError, ValueError), match=rf"decay.*{decay}"):
         make(decay)
 
 
 def test_rules_of_functions_want_functions():
-    with pytest.raises(TypeError, match="fn must be callable, got 0.9"):
+    with pytest.raises(TypeError, match=r"fn must be callable, got 0.9"):
         functavg.MultiAvgFn(0.9)
 
 

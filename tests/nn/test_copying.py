@@ -33,7 +33,9 @@ def all_values(averaged):
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
 @pytest.mark.parametrize("forward", [False, True], ids=["before a forward", "after a forward"])
-@pytest.mark.parametrize("make", [nn.utils.weight_norm, parametrizations.weight_norm], ids=["legacy", "parametrization"])
+@pytest.mark.parametrize(
+    "make", [nn.utils.weight_norm, parametrizations.weight_norm], ids=["legacy", "parametrization"]
+)
 def test_weight_norm_is_averaged(make, forward):  # M1
     model = nn.Sequential(make(nn.Linear(2, 2)))
     if forward:

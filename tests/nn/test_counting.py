@@ -94,7 +94,9 @@ CHANGES = {
     "fill_": lambda averaged: averaged.n_averaged.fill_(7),
     "add_": lambda averaged: averaged.n_averaged.add_(6),
     "assignment": lambda averaged: place(averaged, 7),
-    "load_state_dict": lambda averaged: averaged.load_state_dict(averaged.state_dict() | {"n_averaged": torch.tensor(7)}),
+    "load_state_dict": lambda averaged: averaged.load_state_dict(
+        averaged.state_dict() | {"n_averaged": torch.tensor(7)}
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Every method of nn.Module that changes tensors, structure or state works, and averaging goes on correctly after it."""
+"""Every method of nn.Module that changes tensors, structure or state leaves an average that goes on correctly."""
 
 from __future__ import annotations
 
@@ -280,7 +280,9 @@ def test_shared_memory_is_that_of_all_tensors(rule):
     averaged.update_parameters(model)
     saved = averaged.state_dict()
     everything = tensors(averaged) | saved | (saved.get("_extra_state") or {})
-    assert [name for name, tensor in everything.items() if isinstance(tensor, torch.Tensor) and not tensor.is_shared()] == []
+    assert [
+        name for name, tensor in everything.items() if isinstance(tensor, torch.Tensor) and not tensor.is_shared()
+    ] == []
 
 
 def test_another_process_updates_the_same_average():

@@ -346,7 +346,12 @@ TORCH_FUNCTIONS = {
 
 @pytest.mark.parametrize(
     ("name", "use_buffers"),
-    [(name, flag) for name in TORCH_FUNCTIONS for flag in (False, True) if (name, flag) != ("get_swa_multi_avg_fn", True)],
+    [
+        (name, flag)
+        for name in TORCH_FUNCTIONS
+        for flag in (False, True)
+        if (name, flag) != ("get_swa_multi_avg_fn", True)
+    ],
 )  # with the one left out, torch fails on integer buffers
 def test_float32_state_dicts_load_both_ways_and_go_on_alike(name, use_buffers):
     model = Net()
@@ -458,7 +463,10 @@ def test_the_memory_of_another_rule_is_refused_with_what_differs():
         AveragedModel(model, rule=EMA()).set_extra_state(averaged.get_extra_state())
     extra = averaged.get_extra_state()
     path = next(path for path, value in extra.items() if isinstance(value, torch.Tensor) and value.ndim == 2)
-    with unchanged(averaged), pytest.raises(ValueError, match=r"of the extra state must have shape \(3, 3\), got \(5,\)"):
+    with (
+        unchanged(averaged),
+        pytest.raises(ValueError, match=r"of the extra state must have shape \(3, 3\), got \(5,\)"),
+    ):
         averaged.set_extra_state(extra | {path: torch.zeros(5)})
     with unchanged(averaged), pytest.raises(ValueError, match=r"must have shape \(3, 3\), got \(\)"):
         averaged.set_extra_state(extra | {path: 3})
@@ -473,7 +481,9 @@ def test_a_memory_is_missed_only_where_there_is_one():
     AveragedModel(model, rule=EMA()).load_state_dict(state)
 
 
-@pytest.mark.parametrize("convert", [torch.Tensor.half, torch.Tensor.double, torch.Tensor.int], ids=["half", "double", "int"])
+@pytest.mark.parametrize(
+    "convert", [torch.Tensor.half, torch.Tensor.double, torch.Tensor.int], ids=["half", "double", "int"]
+)
 @pytest.mark.parametrize("assign", [False, True], ids=["", "assign"])
 def test_the_count_stays_an_integer_whatever_is_loaded(convert, assign):
     averaged, model = averaged_net(torch.float32)

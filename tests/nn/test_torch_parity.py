@@ -32,7 +32,9 @@ def test_no_name_is_there_that_torch_does_not_have():
 
 @pytest.mark.parametrize("name", torch_swa_utils.__all__)
 def test_torchs_arguments_are_taken_in_torchs_order(name):
-    ours, theirs = (list(inspect.signature(getattr(module, name)).parameters) for module in (swa_utils, torch_swa_utils))
+    ours, theirs = (
+        list(inspect.signature(getattr(module, name)).parameters) for module in (swa_utils, torch_swa_utils)
+    )
     assert ours[: len(theirs)] == theirs
     extra = list(inspect.signature(getattr(swa_utils, name)).parameters.values())[len(theirs) :]
     assert all(parameter.kind == inspect.Parameter.KEYWORD_ONLY for parameter in extra)
@@ -53,7 +55,9 @@ def examples(text: str) -> list[str]:
     """Return the examples of a docstring as it prints them: their lines behind >>>, without what is left open."""
     blocks = re.split(r"(?m)^\s*(?!\s*>>>).*$", inspect.cleandoc(text))
     codes = ["\n".join(re.findall(r"(?m)^\s*>>> ?(.*)$", block)) for block in blocks]
-    codes = [re.sub(r"(?m)^.* = \.\.\.$", "", code).replace("torch.optim.swa_utils", "functavg.swa_utils") for code in codes]
+    codes = [
+        re.sub(r"(?m)^.* = \.\.\.$", "", code).replace("torch.optim.swa_utils", "functavg.swa_utils") for code in codes
+    ]
     return [textwrap.dedent(code) for code in codes if code.strip()]
 
 
@@ -198,7 +202,9 @@ def test_a_multi_avg_fn_in_the_place_of_the_device_is_taken_for_one():  # U5
 
 @pytest.mark.parametrize("use_buffers", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", ["get_ema_multi_avg_fn", "get_ema_avg_fn", "get_swa_avg_fn", "get_swa_multi_avg_fn", None])
+@pytest.mark.parametrize(
+    "name", ["get_ema_multi_avg_fn", "get_ema_avg_fn", "get_swa_avg_fn", "get_swa_multi_avg_fn", None]
+)
 def test_averages_are_those_of_torch(name, dtype, use_buffers):
     """Those of the multi-tensor EMA to the last bit. Integer buffers differ on purpose: torch truncates their mean."""
     if use_buffers and name in ("get_swa_multi_avg_fn", None):
