@@ -29,7 +29,7 @@ class PowerEMA(WeightRule):
     Example:
         >>> import functavg
         >>> functavg.PowerEMA(6.94).weight(0, 1), round(functavg.PowerEMA(6.94).weight(99, 1), 6)
-        (1.0, 0.076731)
+        (1.0, 0.076699)
 
     Source: Karras et al., Analyzing and Improving the Training Dynamics of Diffusion Models, 2024 (EDM2).
     """
