@@ -7,6 +7,18 @@ from typing import Any
 
 import numpy as np
 
+__all__ = [
+    "decay_from_half_life",
+    "decay_from_span",
+    "decay_from_time_constant",
+    "gamma_from_sigma_rel",
+    "half_life_from_decay",
+    "scale_decay",
+    "sigma_rel_from_gamma",
+    "span_from_decay",
+    "time_constant_from_decay",
+]
+
 _WIDEST = 12.0**-0.5  # the relative width of the equal mean
 
 

@@ -324,23 +324,21 @@ class AveragedModel(TorchAveragedModel):
             self.n_averaged = self._count.write(self.n_averaged, 1)
 
 
-def _finish_saving(averaged: Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+def _finish_saving(averaged: AveragedModel, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """Put the wide values in the place of their rounding, and leave out the memory of a rule that has none."""
     del local_metadata
-    if isinstance(averaged, AveragedModel):
-        tensors = averaged._saved_tensors()
-        for name, value in averaged._wide.get(tensors).items():
-            if value is not tensors[name] and f"{prefix}module.{name}" in state_dict:
-                state_dict[f"{prefix}module.{name}"] = value
-        if state_dict.get(f"{prefix}_extra_state", ...) is None:
-            del state_dict[f"{prefix}_extra_state"]
+    tensors = averaged._saved_tensors()
+    for name, value in averaged._wide.get(tensors).items():
+        if value is not tensors[name] and f"{prefix}module.{name}" in state_dict:
+            state_dict[f"{prefix}module.{name}"] = value
+    if state_dict.get(f"{prefix}_extra_state", ...) is None:
+        del state_dict[f"{prefix}_extra_state"]
 
 
-def _finish_loading(averaged: Module, incompatible_keys: Any) -> None:
+def _finish_loading(averaged: AveragedModel, incompatible_keys: Any) -> None:
     """Remember the wide values of the tensors that were loaded with their rounding."""
     del incompatible_keys
-    if isinstance(averaged, AveragedModel):
-        tensors = averaged._saved_tensors()
-        for name, value in averaged._loaded.items():
-            averaged._wide.load(tensors[name], value)
-        averaged._loaded = {}
+    tensors = averaged._saved_tensors()
+    for name, value in averaged._loaded.items():
+        averaged._wide.load(tensors[name], value)
+    averaged._loaded = {}

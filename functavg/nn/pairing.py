@@ -112,6 +112,8 @@ def in_step(average: Module, model: Module) -> tuple[list[Tensor], list[Tensor],
     for one, other in zip(mine, theirs, strict=False):  # both grow on the way; their names tell whether alike
         if one is None or other is None:
             return None
+        if not (isinstance(one._parameters, dict) and isinstance(other._parameters, dict)):
+            return None  # a scripted module
         if one._parameters or other._parameters:
             my_names += (*one._parameters, None)
             their_names += (*other._parameters, None)
@@ -121,8 +123,8 @@ def in_step(average: Module, model: Module) -> tuple[list[Tensor], list[Tensor],
             my_names.append(None)
             their_names.append(None)
         if one._modules or other._modules:
-            my_names += one._modules
-            their_names += other._modules
+            my_names += (*one._modules, "")  # which is no name: children are no parameters of the next module
+            their_names += (*other._modules, "")
             mine += one._modules.values()
             theirs += other._modules.values()
         if other._buffers:
@@ -218,10 +220,6 @@ def _tensors(module: Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
     for name, child in module._modules.items():
         if child is not None:
             yield from _tensors(unwrap(child), f"{prefix}{name}.")
-
-
-def _has_dicts(module: Module) -> bool:
-    return isinstance(module._parameters, dict)
 
 
 def _parameter_names(module: Module, prefix: str) -> list[str]:

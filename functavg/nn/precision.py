@@ -51,8 +51,8 @@ class WideValues:
         return {name: distinct[id(tensor)] for name, tensor in tensors.items()}
 
     def put(self, tensor: Tensor, value: Tensor) -> None:
-        """Remember the value of a tensor that holds its rounding by now."""
-        if value is not tensor and not tensor.is_inference():
+        """Remember the value of a tensor that holds its rounding by now; an inference tensor has no version to mark."""
+        if not tensor.is_inference():
             self._held[id(tensor)] = (tensor, _mark(tensor), value)
 
     def write(self, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -119,7 +119,7 @@ class WideValues:
         dtype = self._held_dtype(tensor.dtype)
         if dtype == tensor.dtype:
             return tensor
-        if value is not None and mark == _mark(tensor) and mark is not None:
+        if value is not None and mark == _mark(tensor):
             return value
         return tensor.detach().to(dtype)
 
@@ -129,10 +129,5 @@ def _bits(dtype: torch.dtype | str) -> int:
 
 
 def _mark(tensor: Tensor) -> Any:
-    """Return what changes whenever a tensor is written to, moved or given other memory by ``.data``.
-
-    An inference tensor does not tell.
-    """
-    if tensor.is_inference():
-        return None
+    """Return what changes whenever a tensor is written to, moved or given other memory by ``.data``."""
     return tensor._version, tensor.dtype, tensor.device, tensor.shape, tensor.untyped_storage()

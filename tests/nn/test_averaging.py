@@ -609,6 +609,19 @@ def test_an_average_moved_in_inference_mode_keeps_its_precision():
     assert averaged.state.average["weight"].item() == pytest.approx(2 - 0.999**100, rel=1e-5)
 
 
+def test_a_module_moved_by_hand_in_inference_mode_averages_by_its_rounding():
+    model = scalar(0.0)
+    averaged = AveragedModel(model, rule=EMA(0.5))
+    averaged.update_parameters(model)
+    with torch.inference_mode():
+        averaged.module.weight = nn.Parameter(averaged.module.weight.bfloat16())
+    assert averaged.module.weight.is_inference()
+    fill(model, 1.0)
+    for wanted in (0.5, 0.75):
+        averaged.update_parameters(model)
+        assert averaged.module.weight.item() == averaged.state.average["weight"].item() == wanted
+
+
 def test_updates_leave_no_graph_and_training_goes_on():
     model = Net()
     averaged = AveragedModel(model, rule=EMA(0.9))

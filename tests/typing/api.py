@@ -1,0 +1,80 @@
+"""The public names as a user writes them; mypy checks this file, nothing runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from typing_extensions import assert_type
+
+import functavg
+from functavg import posthoc, schedules, swa_utils, units
+
+# ---- rules keep the type of the tree
+
+rule = functavg.EMA(0.999)
+params: dict[str, Tensor] = {"weight": torch.zeros(2)}
+state = rule.init(params, dtype=torch.float64, device="cpu")
+assert_type(state, functavg.AverageState[dict[str, Tensor]])
+state = rule.update(params, state, steps=2, inplace=True)
+assert_type(state.average, dict[str, Tensor])
+arrays: list[NDArray[np.float32]] = [np.zeros(2, np.float32)]
+assert_type(functavg.SWA().init(arrays).average, list[NDArray[np.float32]])
+assert_type(functavg.lerp(params, params, 0.5), dict[str, Tensor])
+assert_type(functavg.cast_like(params, params), dict[str, Tensor])
+assert_type(functavg.extend(rule, state, params), functavg.AverageState[dict[str, Tensor]])
+
+# ---- rules are values
+
+rules: list[functavg.AveragingRule] = [
+    functavg.EMA.from_half_life(1000.0),
+    functavg.EMA(schedules.TFWarmup(0.999)),
+    functavg.PowerEMA.from_sigma_rel(0.1),
+    functavg.LAWA(10),
+    functavg.WeightFn(lambda count, steps: steps / (count + steps)),
+    functavg.AvgFn(lambda average, new, count: average + (new - average) / (count + 1)),
+    functavg.MultiAvgFn(functavg.get_swa_multi_avg_fn()),
+    functavg.Every(functavg.SkipNonFinite(functavg.SWA()), 10, start=100),
+    functavg.Several({"fast": functavg.EMA(0.9), "slow": functavg.Freeze()}),
+    functavg.Partition({"all": functavg.Copy()}, lambda name, leaf: "all"),
+]
+
+
+@dataclass(frozen=True)
+class Half(functavg.WeightRule):
+    """A rule of the user's."""
+
+    def weight(self, count: Any, steps: Any) -> Any:
+        return 0.5
+
+
+profile: functavg.Profile = functavg.profile(Half(), 10)
+assert_type(profile.mean_age, float)
+assert_type(profile.weights, NDArray[np.float64])
+assert_type(units.decay_from_half_life(10.0), float)
+assert_type(posthoc.merge_coefficients("linear", 5), NDArray[np.float64])
+
+# ---- modules
+
+model = nn.Linear(2, 2)
+averaged = functavg.AveragedModel(model, rule=rule, dtype=torch.float32)
+averaged.update_parameters(model, steps=3)
+handle = averaged.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
+handle.remove()
+with functavg.swapped(model, averaged) as inside:
+    assert_type(inside, nn.Module)
+averaged.copy_to(model)
+assert_type(averaged.rule, functavg.AveragingRule)
+functavg.update_bn([torch.zeros(2, 2)], averaged, device="cpu")
+swa_utils.AveragedModel(model, None, swa_utils.get_ema_avg_fn(0.9), use_buffers=lambda name, buffer: "mean" in name)
+
+
+def evaluate(weights: Mapping[str, Tensor]) -> None:
+    """Take an average where weights are wanted."""
+    with functavg.swapped(model, weights):
+        pass
