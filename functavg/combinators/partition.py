@@ -33,8 +33,8 @@ class Partition(Product):
 
     Raises:
         TypeError: ``rules`` is no mapping to rules, or one of them has several averages.
-        ValueError: ``rules`` is empty. At ``init`` and ``update``: a label is unknown, the labels are no prefix of
-            the params, or two leaves share memory and not their label.
+        ValueError: ``rules`` is empty. At ``init`` and ``update``: a leaf has no label that is known, or two leaves
+            share memory and not their label.
 
     Example:
         >>> import functavg, numpy as np
@@ -75,7 +75,7 @@ class Partition(Product):
             label: self.rules[label].init(part, dtype=dtype, device=device)
             for label, part in division.parts(self.rules, leaves).items()
         }
-        return self._joined(states, division.joined(states), division.used or self.rules)
+        return self._joined(states, division.joined(states), states)
 
     def plan(self, params: PyTree, state: AverageState[Any], steps: Count) -> AverageState[Any]:
         """Return the plans of all rules that have leaves; their averages are put together once carried out."""

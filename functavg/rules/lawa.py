@@ -7,7 +7,7 @@ from typing import Any
 
 from functavg.plan import Lerp, copied
 from functavg.rules.base import AveragingRule, divided, foreign
-from functavg.scalars import check_integer, is_host, lift, maximum, where
+from functavg.scalars import check_integer, lift, maximum, where
 from functavg.state import AverageState, Count, PyTree, T
 
 
@@ -59,13 +59,12 @@ class LAWA(AveragingRule):
         if len(ring) != self.window:
             raise foreign(self, f"a window of {self.window} iterates, got {len(ring)}")
         place = seen % self.window
-        average, terms, kept = state.average, 0, []
+        average, terms = state.average, 0
         for index, iterate in enumerate(ring):
             stays = (index < seen) & (index != place)
             terms = terms + stays
             average = Lerp(average, iterate, where(stays, 1.0 / maximum(lift(terms), 1), 0.0))
-            leaves = where(index == place, 1.0, 0.0)
-            kept.append(iterate if is_host(leaves) and leaves == 0 else Lerp(iterate, params, leaves))
         # The params come last: of integers, a chain leaves the newest.
         average = Lerp(average, params, 1.0 / (lift(terms) + 1))
-        return AverageState(state.count + steps, average, (seen + 1, tuple(kept)))
+        ring = tuple(Lerp(iterate, params, where(index == place, 1.0, 0.0)) for index, iterate in enumerate(ring))
+        return AverageState(state.count + steps, average, (seen + 1, ring))

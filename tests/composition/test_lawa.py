@@ -35,6 +35,19 @@ def test_a_window_of_one_value_is_that_value_for_ever(window: int, inplace: bool
             assert all(np.array_equal(array, value) for array in (state.average, *state.memory[1]))
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_until_the_window_is_full_it_is_the_mean_of_all_there_are(on_device: bool) -> None:
+    """What ``init`` saw is none of them."""
+    state = LAWA(3).init(torch.full((1,), 100.0))
+    if on_device:
+        state = state._replace(count=torch.tensor(0))
+    means = []
+    for value in (1.0, 3.0, 5.0, 7.0, 9.0):
+        state = LAWA(3).update(torch.full((1,), value), state)
+        means.append(state.average.item())
+    assert means == [1.0, 2.0, 3.0, 5.0, 7.0]
+
+
 def test_the_mean_does_not_know_what_left_the_window() -> None:
     """Where a subtraction would leave a rest of 1e30, or a NaN for ever."""
     for bad in (1e30, np.nan, np.inf):
