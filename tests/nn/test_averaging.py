@@ -61,6 +61,19 @@ def test_steps_weigh_an_iterate_by_how_long_it_lasted(name):
     course.go(1).go(1, steps=3).go(2).go(1, steps=2).check()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor], ids=["numpy", "tensor"])
+@pytest.mark.parametrize("name", ["EMA", "EMA-debias", "SWA", "PowerEMA"])
+def test_steps_may_be_an_integer_of_any_library(name, kind, dtype):
+    arguments, profile = WAYS[name]
+    model = Net().to(dtype)
+    course = Course(AveragedModel(model, **arguments), model, profile)
+    for steps in (1, 3, 2):
+        course.go(1, steps=kind(steps))
+    course.steps = [int(steps) for steps in course.steps]
+    course.check()
+
+
 @pytest.mark.parametrize("name", ["get_ema_avg_fn", "get_swa_multi_avg_fn"])
 def test_torchs_functions_are_told_steps_as_the_rules_are(name):
     arguments, profile = WAYS[name]

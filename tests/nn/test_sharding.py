@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -109,6 +111,18 @@ def test_what_is_sharded_and_what_is_not_do_not_mix():  # M5
     with pytest.raises(TypeError, match=r"0\.bias.*a DTensor in the average, a plain tensor in the params"):
         shards.update_parameters(plain())
     assert whole.n_averaged.item() == shards.n_averaged.item() == 0
+
+
+def test_where_nothing_is_sharded_fsdp_need_not_be_loaded(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch.distributed.fsdp")
+    model = plain()
+    averaged = AveragedModel(model, rule=EMA(0.75), use_buffers=True)
+    for value in (0.0, 1.0):
+        fill(model, value)
+        averaged.update_parameters(model)
+    with swapped(model, averaged):
+        assert values(model) == {0.25}
+    assert "torch.distributed.fsdp" not in sys.modules
 
 
 def test_a_sharded_model_without_a_ready_module_is_refused_with_advice():
