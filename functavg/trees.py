@@ -93,13 +93,13 @@ def align(old: optree.PyTreeSpec, new: optree.PyTreeSpec, leaves: list[Any]) -> 
     unexpected = [path for path in given if path not in known]
     raise ValueError(
         "the params do not have the structure of the average: "
-        f"missing {_some(missing)}; unexpected {_some(unexpected)}. "
+        f"missing {some(missing)}; unexpected {some(unexpected)}. "
         f"Expected {old.num_leaves} leaves, got {new.num_leaves}. Pass the tree that `init` saw, "
         "or grow the state with `functavg.extend(rule, state, params)`"
     )
 
 
-def _some(names: list[str], most: int = 8) -> str:
+def some(names: list[str], most: int = 8) -> str:
     """Return names for a message, cut where there are many."""
     shown = ", ".join(names[:most]) or "nothing"
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")

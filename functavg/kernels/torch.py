@@ -24,6 +24,11 @@ MUTABLE = True
 STAGE = 2**20
 """Elements of the buffer that new values are converted through: small enough to stay in cache."""
 
+# Asked for each leaf at each update, which names are too slow for.
+_KINDS = {
+    dtype: dtypes.kind_of(dtypes.name_of(dtype)) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
+
 
 @dataclass(frozen=True)
 class Group:
@@ -120,7 +125,7 @@ def _transformed() -> bool:
 
 
 def _kind(leaf: Tensor) -> int | None:
-    return dtypes.kind_of(dtypes.name_of(leaf.dtype))
+    return _KINDS.get(leaf.dtype)
 
 
 def _check(average: Any, new: Any, where: Callable[[], str]) -> None:

@@ -28,6 +28,7 @@ class Beside:
         self.memory: Any = ()
         self._keys: tuple[str, ...] = ()  # where the first average stands among several
         self._averages: Any = None  # the averages with None in its place
+        self._tied = are_shared(list(values.values()))
         if type(rule).init is not AveragingRule.init:
             state = rule.init(values)
             self._keys = _first(state.average, trees.flatten(values)[1])
@@ -35,8 +36,11 @@ class Beside:
 
     def state(self, count: Count, values: Values) -> AverageState[Any]:
         """Return the whole state, with the values of the first average."""
-        if self.memory != () and not are_shared(list(values.values())):
-            self._part()
+        if self.memory != ():
+            tied = are_shared(list(values.values()))
+            if self._tied and not tied:
+                self._part()
+            self._tied = tied
         return AverageState(count, _put(self._averages, self._keys, values), self.memory)
 
     def keep(self, state: AverageState[Any]) -> None:

@@ -12,8 +12,9 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from functavg.nn.pairing import some, tensors, unwrap
+from functavg.nn.pairing import tensors, unwrap
 from functavg.nn.writing import write
+from functavg.trees import some
 
 
 def twin(model: Module) -> Module:

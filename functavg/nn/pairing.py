@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from functavg.trees import some
+
 # Wrappers by module and class, so that nothing is imported to recognise them, with the attribute that holds the model.
 _WRAPPERS = {
     ("torch.nn.parallel.data_parallel", "DataParallel"): "module",
@@ -38,11 +40,10 @@ def unwrap(module: Module) -> Module:
 
 def _wrapped_attribute(kind: type) -> str | None:
     """Return the attribute in which modules of this class hold the model that they wrap, None where they wrap none."""
-    for (source, name), attribute in _WRAPPERS.items():
-        if source in sys.modules and issubclass(kind, getattr(sys.modules[source], name)):
+    for named, attribute in _WRAPPERS.items():
+        if _is_subclass(kind, named):
             return attribute
-    source, name = _FSDP1
-    if source in sys.modules and issubclass(kind, getattr(sys.modules[source], name)):
+    if _is_subclass(kind, _FSDP1):
         raise TypeError(
             "FullyShardedDataParallel (FSDP1) holds its parameters as flat shards, which cannot be averaged by "
             "name. Use torch.distributed.fsdp.fully_shard (FSDP2), or average inside summon_full_params"
@@ -52,9 +53,7 @@ def _wrapped_attribute(kind: type) -> str | None:
 
 def _is_special(kind: type) -> bool:
     """Tell whether modules of this class have to be unwrapped or resharded before their parameters are read."""
-    source, name = _FSDP2
-    is_sharded = source in sys.modules and issubclass(kind, getattr(sys.modules[source], name))
-    return is_sharded or _wrapped_attribute(kind) is not None
+    return _is_subclass(kind, _FSDP2) or _wrapped_attribute(kind) is not None
 
 
 def reshard(model: Module) -> None:
@@ -226,12 +225,11 @@ def _parameter_names(module: Module, prefix: str) -> list[str]:
     return [prefix + name for name, _ in unwrap(module).named_parameters()]
 
 
-def some(names: list[str], most: int = 8) -> str:
-    """Return names for a message, cut where there are many."""
-    shown = ", ".join(names[:most]) or "nothing"
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 def _is_instance(value: Any, named: tuple[str, str]) -> bool:
+    return _is_subclass(type(value), named)
+
+
+def _is_subclass(kind: type, named: tuple[str, str]) -> bool:
+    """Tell whether a class is the named one or derived from it; a class whose module is not loaded has none."""
     source, name = named
-    return source in sys.modules and isinstance(value, getattr(sys.modules[source], name))
+    return source in sys.modules and issubclass(kind, getattr(sys.modules[source], name))

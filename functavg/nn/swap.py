@@ -64,7 +64,7 @@ def swapped(model: Module, average: TorchAveragedModel | AverageState[Any] | Map
 def _values(average: Any) -> Mapping[str, Tensor]:
     """Return the values of an average by name."""
     if isinstance(average, AveragedModel):
-        return average._values() if average.state.count > 0 else {}
+        return average._values() if average._count.read(average.n_averaged) > 0 else {}
     if isinstance(average, TorchAveragedModel):
         everything = pairing.tensors(average.module) if average.n_averaged > 0 else ()
         return {name: tensor for name, tensor in everything if average.use_buffers or isinstance(tensor, Parameter)}

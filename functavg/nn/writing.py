@@ -10,6 +10,7 @@ from torch.nn import Module
 
 from functavg.functional import lerp
 from functavg.nn import pairing
+from functavg.trees import some
 
 
 def targets(model: Module, values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -22,7 +23,7 @@ def targets(model: Module, values: Mapping[str, Any]) -> tuple[dict[str, Tensor]
     unknown = [name for name in values if name not in known]
     if unknown:
         raise ValueError(
-            f"the model has no tensors named {pairing.some(unknown)}; it has {pairing.some(list(known))}. "
+            f"the model has no tensors named {some(unknown)}; it has {some(list(known))}. "
             "Names are those of named_parameters and named_buffers, without those of wrappers"
         )
     distinct = {id(known[name]): name for name in reversed(list(values))}

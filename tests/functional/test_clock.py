@@ -10,6 +10,8 @@ import torch
 
 import functavg
 from functavg import AverageState
+from functavg.plan import run
+from functavg.rules.functions import plan_function
 from functavg.scalars import lift
 from tests import oracle
 from tests.tables import KINDS, RULES, WEIGHT_RULES, jnp, read
@@ -134,6 +136,20 @@ def test_a_count_on_the_device_is_beside_numpy_leaves_too() -> None:
             current = rule.update({"w": np.full(2, value), "t": torch.full((2,), value)}, current)
         assert current.average["w"].tolist() == [2.0, 2.0]
         assert current.average["t"].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_grouped_function_copies_first_by_a_count_on_the_device_too(count: int, inplace: bool) -> None:
+    def fn(averages: list[torch.Tensor], news: list[torch.Tensor], count: torch.Tensor) -> None:
+        torch._foreach_lerp_(averages, news, 0.25)
+
+    state = AverageState(torch.tensor(count), {"w": torch.zeros(2), "h": torch.zeros(2), "n": torch.tensor(0)})
+    params = {"w": torch.ones(2), "h": torch.ones(2, dtype=torch.bfloat16), "n": torch.tensor(5)}
+    after = run(plan_function(fn, params, state, grouped=True), inplace=inplace)
+    wanted = [1.0 if count == 0 else 0.25] * 2
+    assert after.average["w"].tolist() == after.average["h"].tolist() == wanted
+    assert after.average["n"].item() == 5
 
 
 @pytest.mark.parametrize("name", WEIGHT_RULES)

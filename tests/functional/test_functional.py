@@ -71,6 +71,14 @@ def test_cast_like_moves_to_the_device_of_the_params() -> None:
     assert cast_like(torch.ones(2), torch.ones(2, device="meta", dtype=torch.bfloat16)).is_meta
 
 
+def test_cast_like_keeps_shared_leaves_shared() -> None:
+    leaf = torch.ones(2)
+    cast = cast_like({"a": leaf, "b": leaf}, {"a": leaf.bfloat16(), "b": leaf.bfloat16()})
+    assert cast["a"] is cast["b"]
+    parted = cast_like({"a": leaf, "b": leaf}, {"a": leaf.bfloat16(), "b": leaf.double()})
+    assert (parted["a"].dtype, parted["b"].dtype) == (torch.bfloat16, torch.float64)
+
+
 def test_cast_like_keeps_no_graph() -> None:
     cast = cast_like({"w": torch.ones(2, requires_grad=True)}, {"w": torch.ones(2, dtype=torch.float64)})
     assert not cast["w"].requires_grad

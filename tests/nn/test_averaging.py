@@ -278,7 +278,9 @@ def test_the_average_follows_buffers_that_are_resized_registered_or_set_to_none(
     model[0].register_buffer("cache", torch.arange(8.0), persistent=persistent)
     model[0].later = torch.ones(2)
     model[0].register_buffer("new", torch.full((3,), 7.0), persistent=persistent)
+    model[0].register_buffer("empty", None, persistent=persistent)
     averaged.update_parameters(model)
+    assert averaged.module[0].empty is None
     layer = averaged.module[0]
     assert [b.tolist() for b in (layer.cache, layer.later, layer.new)] == [list(range(8)), [1.0, 1.0], [7.0, 7.0, 7.0]]
     assert layer.cache is not model[0].cache

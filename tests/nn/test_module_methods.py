@@ -108,6 +108,7 @@ KEEPING: dict[str, Callable[[AveragedModel], Any]] = {
     "zero_grad": lambda averaged: averaged.zero_grad(),
     "swap_tensors": lambda averaged: with_flag("swap_module_params_on_conversion", averaged),
     "overwrite": lambda averaged: with_flag("overwrite_module_params_on_conversion", averaged),
+    "new tensors": lambda averaged: averaged._apply(torch.clone),  # as on the way to another device
     "a move of its module alone": lambda averaged: averaged.module.double(),
     "moves of a parent": lambda averaged: nn.ModuleDict({"ema": averaged}).half().double(),
 }

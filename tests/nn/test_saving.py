@@ -68,6 +68,16 @@ def test_a_copy_averages_on_as_the_original_does(way, dtype, make):  # T1
     assert contents(other) == contents(averaged)
 
 
+@pytest.mark.parametrize("make", COPIES)
+def test_a_copy_goes_on_from_what_was_given_to_the_module_by_hand(make):
+    averaged, model = averaged_net(torch.bfloat16, rule=EMA(0.75))
+    fill(averaged.module, 0.0)
+    other = COPIES[make](averaged)
+    fill(model, 1.0)
+    other.update_parameters(model)
+    assert {value for average in other.state.average.values() for value in average.flatten().tolist()} == {0.25}
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_functions_print_compare_and_pickle(name):
     for function in FUNCTIONS[name][0].values():
