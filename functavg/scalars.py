@@ -109,6 +109,22 @@ def beside(count: Count, other: Count) -> Count:
     return count if is_host(other) or not is_host(count) else _full(other, count, other.dtype)
 
 
+def written(old: Any, new: Any) -> Any:
+    """Return ``new``, written into ``old`` where both are counts in 0-d torch tensors of one device.
+
+    A CUDA graph that was captured goes on from there when it is replayed. To another device it would be a copy that
+    the host waits for.
+    """
+    torch = sys.modules.get("torch")
+    if new is old or torch is None or not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)):
+        return new
+    if old.device != new.device or not _is_integer_array(old):
+        return new
+    with torch.inference_mode():  # a count made in inference mode can be written to nowhere else
+        old.copy_(new)
+    return old
+
+
 def exp(x: Weight) -> Weight:
     """Return e^x."""
     return math.exp(x) if is_host(x) else _library(x).exp(x)
