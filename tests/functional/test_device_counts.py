@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 import functavg
 from functavg import AverageState, trees
@@ -172,21 +173,26 @@ def test_a_memory_that_was_loaded_may_have_other_containers() -> None:
     assert (mean.count.item(), seen.item()) == (2, 2)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("name", [name for name in NESTS if name not in FUNCTIONS])
-def test_members_of_an_ensemble_count_in_place(name: str) -> None:
-    """Under vmap, over states stacked leaf by leaf; two members at different steps."""
+def test_members_of_an_ensemble_count_for_themselves(name: str, inplace: bool) -> None:
+    """Under vmap, over states stacked leaf by leaf; two members at different steps, one with a NaN."""
     rule = nests.rule_of(NESTS[name])
     members = [started(rule), rule.update(params(2), started(rule), steps=STEPS[1])]
-    stack = torch.utils._pytree.tree_map(lambda *leaves: torch.stack(leaves), *members)
-    places = [leaf.data_ptr() for leaf in torch.utils._pytree.tree_leaves(stack)]
+    stack = tree_map(lambda *leaves: torch.stack(leaves), *members)
+    places = [leaf.data_ptr() for leaf in tree_leaves(stack)]
     news = [params(2), params(3)]
     stacked = {leaf: torch.stack([new[leaf] for new in news]) for leaf in news[0]}
-    step = torch.func.vmap(lambda params, state: rule.update(params, state, steps=2, inplace=True))
+    before = [leaf.clone() for leaf in tree_leaves(stack)]
+    step = torch.func.vmap(lambda params, state: rule.update(params, state, steps=2, inplace=inplace))
     after = step(stacked, stack)
-    assert [leaf.data_ptr() for leaf in torch.utils._pytree.tree_leaves(after)] == places
+    if inplace:
+        assert [leaf.data_ptr() for leaf in tree_leaves(after)] == places
+    else:
+        assert all(leaf.equal(then) for leaf, then in zip(tree_leaves(stack), before, strict=True))
     for index, (new, member) in enumerate(zip(news, members, strict=True)):
         wanted = rule.update(new, member, steps=2)
-        got = torch.utils._pytree.tree_map(lambda leaf, index=index: leaf[index], after)
+        got = tree_map(lambda leaf, index=index: leaf[index], after)
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=0, equal_nan=True)
 
 
