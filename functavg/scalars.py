@@ -150,6 +150,11 @@ def cos(x: Weight) -> Weight:
     return math.cos(x) if is_host(x) else _library(x).cos(x)
 
 
+def sin(x: Weight) -> Weight:
+    """Return the sine."""
+    return math.sin(x) if is_host(x) else _library(x).sin(x)
+
+
 def minimum(x: Weight, y: Weight) -> Weight:
     """Return the smaller of two."""
     if is_host(x) and is_host(y):
@@ -182,6 +187,13 @@ def one_minus_power(base: Weight, exponent: Weight) -> Weight:
     if not is_host(base) and is_host(exponent) and exponent == 1:
         return 1.0 - base
     return -expm1(exponent * log(base))
+
+
+def compounded(rate: Weight, exponent: Weight) -> Weight:
+    """Return 1 - (1 - rate)^exponent for a rate in [0, 1], without forming 1 - rate; exact at the exponent 1."""
+    if is_host(exponent) and exponent == 1:
+        return rate
+    return -expm1(exponent * log1p(-rate))
 
 
 def _library(*values: Any) -> Any:
