@@ -209,11 +209,13 @@ def _is_torch(library: Any) -> bool:
 
 
 def _together(x: Any, y: Any) -> tuple[Any, Any]:
-    """Return both as arrays, where one may be a host number."""
-    if is_host(x):
-        return _full(y, x, y.dtype), y
-    if is_host(y):
-        return x, _full(x, y, x.dtype)
+    """Return two, of which one may be a host number, as what a function of two arrays takes.
+
+    Only torch takes no numbers. To JAX a number says nothing of its dtype, and so it ends no weak type of the other,
+    such as a count that was a host number has: that would trace anew.
+    """
+    if _is_torch(_library(x, y)):
+        return (_full(y, x, y.dtype) if is_host(x) else x), (_full(x, y, x.dtype) if is_host(y) else y)
     return x, y
 
 

@@ -14,21 +14,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 import functavg
 from functavg import AverageState, trees
 from tests.composition import nests
-from tests.tables import ALIKE, RULES, jnp
+from tests.tables import jnp
 
-# Every rule and combinator that takes a count on a device; what a nest is stands in tests.composition.nests.
-NESTS: dict[str, Any] = {name: name for name in RULES if name not in ALIKE} | {
-    "Every": ("every", 2, 0, "EMA"),
-    "Every-late": ("every", 2, 3, "SWA"),
-    "Every-LAWA": ("every", 2, 0, "LAWA"),
-    "SkipNonFinite": ("skip", "PowerEMA"),
-    "Several": ("several", {"fast": "EMA-debias", "slow": "SWA"}),
-    "Several-one": ("several", {"only": "EMA-callable"}),
-    "Partition": ("partition", {"x": "EMA", "y": "LAWA", "unused": "SWA"}, {"a": "x", "b": "y", "c": "x"}),
-    "deep": ("every", 2, 0, ("skip", ("several", {"p": "EMA", "q": ("every", 3, 0, "SWA")}))),
-}
 FUNCTIONS = {"AvgFn", "AvgFn-mean"}
-each_nest = pytest.mark.parametrize("name", NESTS)
+each_nest = pytest.mark.parametrize("name", nests.ON_DEVICE)
 
 STEPS = [1, 2, 1, 3, 1, 4]
 
@@ -73,34 +62,34 @@ def assert_average(state: AverageState[Any], nest: Any, updates: int) -> None:
 @each_nest
 def test_an_update_in_place_writes_every_count_in_place(name: str) -> None:
     """The same tensors come back, with the right values after each update."""
-    rule = nests.rule_of(NESTS[name])
+    rule = nests.rule_of(nests.ON_DEVICE[name])
     state = started(rule)
     kept = counts(state)
-    assert_average(state, NESTS[name], 1)
+    assert_average(state, nests.ON_DEVICE[name], 1)
     for seed, steps in enumerate(STEPS[1:], start=2):
         before = state
         state = rule.update(params(seed), state, steps=steps, inplace=True)
         assert all(now is then for now, then in zip(counts(state), kept, strict=True))
         assert before.count is state.count
-        assert_average(state, NESTS[name], seed)
+        assert_average(state, nests.ON_DEVICE[name], seed)
 
 
 @each_nest
 def test_a_pure_update_leaves_every_count_as_it_was(name: str) -> None:
-    rule = nests.rule_of(NESTS[name])
+    rule = nests.rule_of(nests.ON_DEVICE[name])
     before = started(rule)
     kept = counts(before)
     values = [int(count) for count in kept]
     after = rule.update(params(2), before, steps=STEPS[1])
     assert [int(count) for count in kept] == values
     assert after.count is not before.count
-    assert_average(after, NESTS[name], 2)
+    assert_average(after, nests.ON_DEVICE[name], 2)
 
 
 @each_nest
 def test_an_update_that_fails_leaves_every_count_as_it_was(name: str) -> None:
     """Nothing of it is written before all of it is known to fit."""
-    rule = nests.rule_of(NESTS[name])
+    rule = nests.rule_of(nests.ON_DEVICE[name])
     state = started(rule)
     kept = counts(state)
     values = [int(count) for count in kept]
@@ -174,10 +163,10 @@ def test_a_memory_that_was_loaded_may_have_other_containers() -> None:
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("name", [name for name in NESTS if name not in FUNCTIONS])
+@pytest.mark.parametrize("name", [name for name in nests.ON_DEVICE if name not in FUNCTIONS])
 def test_members_of_an_ensemble_count_for_themselves(name: str, inplace: bool) -> None:
     """Under vmap, over states stacked leaf by leaf; two members at different steps, one with a NaN."""
-    rule = nests.rule_of(NESTS[name])
+    rule = nests.rule_of(nests.ON_DEVICE[name])
     members = [started(rule), rule.update(params(2), started(rule), steps=STEPS[1])]
     stack = tree_map(lambda *leaves: torch.stack(leaves), *members)
     places = [leaf.data_ptr() for leaf in tree_leaves(stack)]
@@ -228,7 +217,7 @@ def test_a_read_would_be_noticed(read: Callable[[torch.Tensor], Any]) -> None:
 @pytest.mark.parametrize("inplace", [False, True])
 @each_nest
 def test_no_update_reads_what_a_device_counts(name: str, inplace: bool) -> None:
-    rule = nests.rule_of(NESTS[name])
+    rule = nests.rule_of(nests.ON_DEVICE[name])
     state = started(rule)
     news = [params(seed) for seed in range(2, 5)]
     with NoReads():
@@ -241,7 +230,7 @@ def test_no_update_reads_what_a_device_counts(name: str, inplace: bool) -> None:
 @each_nest
 def test_updates_run_where_nothing_has_a_value(name: str, inplace: bool) -> None:
     """On the meta device, whose tensors can be read by nobody."""
-    rule = nests.rule_of(NESTS[name])
+    rule = nests.rule_of(nests.ON_DEVICE[name])
     state = started(rule, "meta")
     for seed in range(2, 5):
         state = rule.update(params(seed, "meta"), state, inplace=inplace)
@@ -252,10 +241,10 @@ def test_updates_run_where_nothing_has_a_value(name: str, inplace: bool) -> None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a CUDA device")
-@pytest.mark.parametrize("name", [name for name in NESTS if name not in FUNCTIONS])
+@pytest.mark.parametrize("name", [name for name in nests.ON_DEVICE if name not in FUNCTIONS])
 def test_a_replayed_cuda_graph_counts_on(name: str) -> None:
     """An update captured once gives at each replay what an eager one gives; the params are written to in place."""
-    rule = nests.rule_of(NESTS[name])
+    rule = nests.rule_of(nests.ON_DEVICE[name])
 
     def mixed(seed: int) -> dict[str, torch.Tensor]:
         tensors = params(seed, "cuda")
