@@ -120,7 +120,7 @@ def written(old: Any, new: Any) -> Any:
         return new
     if old.device != new.device or not _is_integer_array(old):
         return new
-    with torch.inference_mode():  # a count made in inference mode can be written to nowhere else
+    with torch.inference_mode(not is_compiling()):  # a count made in inference mode can be written to nowhere else
         old.copy_(new)
     return old
 

@@ -199,6 +199,28 @@ def test_vmap_over_models_with_one_count(name: str, inplace: bool) -> None:
 
 
 @pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("name", ["EMA-debias", "PowerEMA", "Several"])
+def test_vmap_over_models_with_one_count_on_the_device(name: str, inplace: bool) -> None:
+    """``in_dims`` and ``out_dims`` say that there is one; in place it counts once for all members."""
+    rule = COMPILED[name]
+    state = on_device(rule.init(stacked([0.0, 1.0])))
+    dims = AverageState(None, 0, tree_map(lambda _: None, state.memory))
+    step = torch.func.vmap(
+        lambda params, state: rule.update(params, state, inplace=inplace), in_dims=(0, dims), out_dims=dims
+    )
+    count, singles = state.count, [rule.init(params(value)) for value in (0.0, 1.0)]
+    for value in (1.0, 5.0, 2.0):
+        state = step(stacked([value, value + 2]), state)
+        singles = [
+            rule.update(params(value + shift), single) for shift, single in zip((0.0, 2.0), singles, strict=True)
+        ]
+    assert (state.count.item(), count.item()) == (3, 3 if inplace else 0)
+    for index, single in enumerate(singles):
+        member = tree_map(lambda leaf, index=index: leaf[index], state.average)
+        torch.testing.assert_close(member, single.average, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("name", WEIGHT_RULES)
 def test_vmap_over_models_and_their_counts(name: str, inplace: bool) -> None:
     """One model is at its first update, the other is not."""
