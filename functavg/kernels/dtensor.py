@@ -27,10 +27,10 @@ def check(average: Any, new: Any, where: Callable[[], str]) -> None:
         ValueError: they are DTensors of other meshes or placements.
     """
     if is_sharded(average) != is_sharded(new):
-        sharded, plain = ("average", "params") if is_sharded(average) else ("params", "average")
+        expected, got = ("a DTensor", "a plain tensor") if is_sharded(average) else ("a plain tensor", "a DTensor")
         raise TypeError(
-            f"{where()}: a DTensor in the {sharded}, a plain tensor in the {plain}. Shard both alike "
-            "(AveragedModel: pass a sharded copy of the model as module=), or gather it with full_tensor()"
+            f"{where()}: expected {expected}, got {got}. Shard both alike (AveragedModel: pass a sharded copy of the "
+            "model as module=), or gather the DTensor with full_tensor()"
         )
     if not is_sharded(average):
         return
