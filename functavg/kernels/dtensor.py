@@ -58,6 +58,14 @@ def like(shard: Tensor, whole: Any) -> Any:
     )
 
 
+def distributed(tensor: Tensor, whole: Any) -> Any:
+    """Return a tensor that every rank holds as a DTensor that is laid out as another one, without talking to a rank."""
+    module = sys.modules["torch.distributed.tensor"]
+    replicated = [module.Replicate()] * whole.device_mesh.ndim
+    everywhere = module.DTensor.from_local(tensor, whole.device_mesh, replicated, run_check=False)
+    return everywhere.redistribute(placements=whole.placements)
+
+
 def agreed(flag: Tensor | bool, leaves: Sequence[Any]) -> Tensor | bool:
     """Return whether a flag holds on all ranks that share the DTensors among the leaves: one scalar all-reduce a mesh.
 

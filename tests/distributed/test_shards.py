@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import functavg
 from functavg import AveragedModel
-from tests.distributed.two_processes import Net, run
+from tests.distributed.processes import Net, alone, everywhere, sharded, spawn
+from tests.distributed.two_processes import compare
 
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """A mesh of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
-
-
-def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Return a copy of a Net that is sharded in two groups."""
-    model = copy.deepcopy(model)
-    fully_shard(model.second, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    with alone():
+        yield everywhere()
 
 
 def set_all(model: nn.Module, value: float) -> None:
@@ -44,9 +31,7 @@ def set_all(model: nn.Module, value: float) -> None:
 
 
 def test_two_processes_average_to_the_bits_of_one(tmp_path: Path) -> None:
-    mp.spawn(run, args=(2, str(tmp_path)), nprocs=2)
-    assert (tmp_path / "done0").exists()
-    assert (tmp_path / "done1").exists()
+    spawn(compare, 2, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
