@@ -22,7 +22,7 @@ def are_several() -> bool:
 
 @contextmanager
 def silent(model: Module) -> Iterator[None]:
-    """Keep DistributedDataParallel from broadcasting buffers in each forward: ranks may have unequally many."""
+    """Keep DistributedDataParallel from broadcasting buffers before a forward: a rank may have no batch to run."""
     wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     before = [wrapper.broadcast_buffers for wrapper in wrappers]
     try:

@@ -95,8 +95,9 @@ def everything() -> None:
 
 
 def unequally_many_batches_of_ddp() -> None:
-    """Its forward would wait for the buffers of the first rank, which has no more batches."""
-    reads_its_part(nn.parallel.DistributedDataParallel, torch.float32, ([2], [5, 3, 4]))
+    """Its first forward would wait for the buffers of the first rank, which has no batches."""
+    for parts in (PARTS, ([], [5, 3])):
+        reads_its_part(nn.parallel.DistributedDataParallel, torch.float32, parts)
     wrapped = nn.parallel.DistributedDataParallel(model())
     update_bn(batches(own(PARTS)), wrapped)
     assert wrapped.broadcast_buffers
