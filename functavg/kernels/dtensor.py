@@ -69,10 +69,12 @@ def distributed(tensor: Tensor, whole: Any) -> Any:
 def agreed(flag: Tensor | bool, leaves: Sequence[Any]) -> Tensor | bool:
     """Return whether a flag holds on all ranks that share the DTensors among the leaves: one scalar all-reduce a mesh.
 
-    Ranks that hold nothing of a leaf take part too.
+    Ranks of a mesh that hold nothing of a leaf take part too; those outside of it are not asked.
     """
     meshes = dict.fromkeys(leaf.device_mesh for leaf in leaves if is_sharded(leaf))
     for mesh in meshes:
+        if mesh.get_coordinate() is None:
+            continue
         distributed = sys.modules["torch.distributed"]
         votes = torch.as_tensor(flag, dtype=torch.int32, device=mesh.device_type)
         for dim in range(mesh.ndim):

@@ -139,7 +139,7 @@ def _check(average: Any, new: Any, where: Callable[[], str]) -> None:
         hint = "a parameter of size 0 is one that an engine has partitioned away, gather it first"
         raise ValueError(
             f"{where()}: expected shape {tuple(average.shape)}, got {tuple(new.shape)}; "
-            + (hint if new.numel() == 0 else "nothing is broadcast")
+            + (hint if 0 in (average.numel(), new.numel()) else "nothing is broadcast")
         )
     if (_kind(new) or 0) > (_kind(average) or 0):
         raise TypeError(f"{where()}: expected {average.dtype} or what it can hold, got {new.dtype}")
