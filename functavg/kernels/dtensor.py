@@ -43,6 +43,27 @@ def check(average: Any, new: Any, where: Callable[[], str]) -> None:
         )
 
 
+def shards(lists: Sequence[Sequence[Any]]) -> list[list[Tensor]] | None:
+    """Return what this rank holds of lists of DTensors, if those of all lists are laid out alike; else None.
+
+    This is ``check`` and ``local`` of each leaf, many times faster.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or not all(set(map(type, leaves)) == {module.DTensor} for leaves in lists):
+        return None
+    first, *others = map(_layouts, lists)
+    if any(other != first for other in others):
+        return None
+    return [[leaf._local_tensor for leaf in leaves] for leaves in lists]
+
+
+def _layouts(leaves: Sequence[Any]) -> tuple[list[Any], ...]:
+    """Return meshes, placements and whole shapes; lists of the same objects compare fast."""
+    specs = [leaf._spec for leaf in leaves]
+    metas = [spec.tensor_meta for spec in specs]
+    return [spec.mesh for spec in specs], [spec.placements for spec in specs], [meta.shape for meta in metas]
+
+
 def local(leaf: Any) -> Tensor:
     """Return what this rank holds of a DTensor, without a graph; any other tensor as it is."""
     shard: Tensor = leaf._local_tensor if is_sharded(leaf) else leaf

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -81,6 +81,12 @@ def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], 
     transformed = _transformed()
     if not transformed and _uniform([*averages, news]):
         return [Group(range(len(news)), averages, news, alike=True, foreach=True)]
+    shards = None if transformed else dtensor.shards([*averages, news])
+    if shards is not None:
+        return [
+            replace(group, wholes=[[olds[index] for index in group.indices] for olds in averages])
+            for group in prepared(shards[:-1], shards[-1], where)
+        ]
     places: dict[Any, list[int]] = {}
     for index, new in enumerate(news):
         for olds in averages:
@@ -190,7 +196,9 @@ def _unsharded(group: Group, results: list[list[Tensor]]) -> list[list[Tensor]]:
     if group.wholes is None:
         return results
     return [
-        [
+        wholes
+        if shards is olds
+        else [
             whole if shard is old else dtensor.like(shard, whole)
             for shard, old, whole in zip(shards, olds, wholes, strict=True)
         ]

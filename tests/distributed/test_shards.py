@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +109,48 @@ def test_functional_rules_keep_the_layout_of_shards(
         assert torch.equal(average[name].full_tensor(), torch.full_like(average[name].full_tensor(), 0.25))
     assert average["plain"].tolist() == [0.25, 0.25]
     assert average["count"].full_tensor().tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_shards_together_are_averaged_as_one_by_one(
+    mesh: DeviceMesh, inplace: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks and steps of whole lists against those of each leaf, over dtypes, placements and several averages."""
+    kinds = [
+        (torch.float32, Shard(0)),
+        (torch.float32, Replicate()),
+        (torch.bfloat16, Shard(1)),
+        (torch.int64, Shard(0)),
+    ]
+    rule = functavg.Several({"ema": functavg.EMA(0.9), "lawa": functavg.LAWA(2)})
+
+    def averages() -> list[DTensor]:
+        torch.manual_seed(0)
+        params = [distribute_tensor((9 * torch.randn(3, 2)).to(dtype), mesh, [placement]) for dtype, placement in kinds]
+        state = rule.init(params)
+        for _ in range(3):
+            state = rule.update(params, state, inplace=inplace)
+            params = [parameter + 1 for parameter in params]
+        return state.average["ema"] + state.average["lawa"]
+
+    together = averages()
+    monkeypatch.setattr("functavg.kernels.dtensor.shards", lambda lists: None)
+    for one, other, (_, placement) in zip(together, averages(), kinds * 2, strict=True):
+        assert one.placements == (placement,)
+        assert one.dtype == other.dtype
+        assert torch.equal(one.to_local(), other.to_local())
+
+
+@pytest.mark.parametrize("count", [1, torch.tensor(1)], ids=["host", "device"])
+def test_an_update_in_place_keeps_the_shards(mesh: DeviceMesh, count: Any) -> None:
+    params = [distribute_tensor(torch.ones(4), mesh, [Shard(0)])]
+    rule = functavg.EMA(0.5)
+    state = rule.update(params, rule.init(params))._replace(count=count)
+    shard = state.average[0]
+    memory = shard.to_local().data_ptr()
+    after = rule.update(params, state, inplace=True).average[0]
+    assert after is shard
+    assert after.to_local().data_ptr() == memory
 
 
 def test_a_count_on_the_device_averages_shards_too(mesh: DeviceMesh) -> None:
