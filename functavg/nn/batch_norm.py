@@ -223,13 +223,13 @@ def _combined(estimates: Mapping[str, _Estimate], device: torch.device, *, has_d
         name: estimate for name, estimate in estimates.items() if not is_lazy(estimate.norm.get_buffer("running_mean"))
     }
     layout = [f"{name} of {estimate.norm.num_features} channels" for name, estimate in known.items()]
-    if not ranks.agree(layout, device, has_data=has_data):
-        return False
-    mine = [estimate.sums() for estimate in known.values()]
-    totals = iter(ranks.summed([tensor for tensors in mine for tensor in tensors], device))
-    for estimate, tensors in zip(known.values(), mine, strict=True):
-        estimate.take(*itertools.islice(totals, len(tensors)))
-    return True
+    any_data = ranks.agree(layout, device, has_data=has_data)
+    if any_data and known:
+        mine = [estimate.sums() for estimate in known.values()]
+        totals = iter(ranks.summed([tensor for tensors in mine for tensor in tensors], device))
+        for estimate, tensors in zip(known.values(), mine, strict=True):
+            estimate.take(*itertools.islice(totals, len(tensors)))
+    return any_data
 
 
 def _elements_per_channel(norm: _BatchNorm, inputs: tuple[Any, ...]) -> int:

@@ -89,6 +89,8 @@ def everything() -> None:
     one_rank_has_no_data()
     one_rank_skips_a_layer()
     no_rank_has_data()
+    all_layers_are_frozen()
+    lazy_layers()
     one_rank_fails()
     the_models_differ()
     batches_that_were_pooled_count_once()
@@ -130,6 +132,32 @@ def no_rank_has_data() -> None:
     with pytest.raises(ValueError, match="the loader is empty"):
         update_bn([], made)
     torch.testing.assert_close(statistics(made), before, rtol=0, atol=0)
+
+
+def all_layers_are_frozen() -> None:
+    made = model()
+    made[0].eval()
+    made[2].eval()
+    before = statistics(made)
+    update_bn(batches([4]), made)
+    torch.testing.assert_close(statistics(made), before, rtol=0, atol=0)
+
+
+def lazy_layers() -> None:
+    """Each rank initialises its own; one that has no data cannot."""
+    made, expected = nn.LazyBatchNorm1d(), nn.BatchNorm1d(2)
+    data = [batches([5, 3], 0), batches([2, 7], 1)]
+    exact(expected, data[0] + data[1])
+    update_bn(own(data), made)
+    assert_equal_on_all_ranks(made)
+    torch.testing.assert_close(statistics(made), statistics(expected), rtol=1e-6, atol=0)
+    with pytest.raises(
+        ValueError, match=r"do not estimate the same BatchNorms, on this one .*run one batch through it"
+    ):
+        update_bn(own([data[0], []]), nn.Sequential(nn.LazyBatchNorm1d()))
+    both = nn.ModuleList([nn.BatchNorm1d(2), nn.LazyBatchNorm1d()])
+    update_bn(own(data), both, forward=lambda both, batch: both[0](batch))
+    torch.testing.assert_close(both[0].running_mean, expected.running_mean, rtol=1e-6, atol=0)
 
 
 def one_rank_fails() -> None:
