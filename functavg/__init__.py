@@ -31,6 +31,8 @@ from functavg.rules.functions import WeightFn as WeightFn
 from functavg.rules.lawa import LAWA as LAWA
 from functavg.rules.power import PowerEMA as PowerEMA
 from functavg.rules.swa import SWA as SWA
+from functavg.saving import load_state_dict as load_state_dict
+from functavg.saving import state_dict as state_dict
 from functavg.state import AverageState as AverageState
 
 if TYPE_CHECKING:
@@ -83,9 +85,11 @@ __all__ = [
     "get_swa_avg_fn",
     "get_swa_multi_avg_fn",
     "lerp",
+    "load_state_dict",
     "posthoc",
     "profile",
     "schedules",
+    "state_dict",
     "swa_utils",
     "swapped",
     "units",

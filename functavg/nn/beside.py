@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functavg import trees
+from functavg.kernels import dtensor
 from functavg.rules.base import AveragingRule
 from functavg.scalars import are_shared
 from functavg.state import AverageState, Count
@@ -83,11 +84,12 @@ class Beside:
         """Take over what ``extra_state`` returned.
 
         Raises:
-            ValueError: it is that of another rule or of another model; nothing was changed.
+            TypeError, ValueError: it is that of another rule or of another model; nothing was changed.
         """
         leaves, spec = trees.flatten((self._averages, self.memory))
         paths = trees.paths(spec)
-        extra = extra or {}
+        if not isinstance(extra, dict):  # None, or what torch.distributed.checkpoint puts where a file has nothing
+            extra = {}
         if set(paths) != set(extra):
             lacks, has = sorted(set(paths) - set(extra)), sorted(set(extra) - set(paths))
             raise ValueError(
@@ -122,5 +124,8 @@ def _like(value: Any, leaf: Any, path: str) -> Any:
     if not isinstance(value, Tensor) or value.shape != leaf.shape:
         shape = tuple(getattr(value, "shape", ()))
         raise ValueError(f"{path} of the extra state must have shape {tuple(leaf.shape)}, got {shape}")
+    if dtensor.is_sharded(leaf) and not dtensor.is_sharded(value):  # whole tensors of a full_state_dict
+        value = dtensor.distributed(value, leaf)
+    dtensor.check(leaf, value, lambda: f"{path} of the extra state")
     device = value.device if leaf.is_meta else leaf.device  # onto meta, no value could be loaded
     return value.detach().to(device=device, dtype=leaf.dtype, copy=True)

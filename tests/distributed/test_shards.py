@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import functavg
 from functavg import AveragedModel
-from tests.distributed.two_processes import Net, run
+from tests.distributed.processes import Net, alone, everywhere, sharded, spawn
+from tests.distributed.two_processes import compare
 
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """A mesh of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
-
-
-def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Return a copy of a Net that is sharded in two groups."""
-    model = copy.deepcopy(model)
-    fully_shard(model.second, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    with alone():
+        yield everywhere()
 
 
 def set_all(model: nn.Module, value: float) -> None:
@@ -44,9 +32,7 @@ def set_all(model: nn.Module, value: float) -> None:
 
 
 def test_two_processes_average_to_the_bits_of_one(tmp_path: Path) -> None:
-    mp.spawn(run, args=(2, str(tmp_path)), nprocs=2)
-    assert (tmp_path / "done0").exists()
-    assert (tmp_path / "done1").exists()
+    spawn(compare, 2, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -125,6 +111,48 @@ def test_functional_rules_keep_the_layout_of_shards(
     assert average["count"].full_tensor().tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("inplace", [True, False])
+def test_shards_together_are_averaged_as_one_by_one(
+    mesh: DeviceMesh, inplace: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks and steps of whole lists against those of each leaf, over dtypes, placements and several averages."""
+    kinds = [
+        (torch.float32, Shard(0)),
+        (torch.float32, Replicate()),
+        (torch.bfloat16, Shard(1)),
+        (torch.int64, Shard(0)),
+    ]
+    rule = functavg.Several({"ema": functavg.EMA(0.9), "lawa": functavg.LAWA(2)})
+
+    def averages() -> list[DTensor]:
+        torch.manual_seed(0)
+        params = [distribute_tensor((9 * torch.randn(3, 2)).to(dtype), mesh, [placement]) for dtype, placement in kinds]
+        state = rule.init(params)
+        for _ in range(3):
+            state = rule.update(params, state, inplace=inplace)
+            params = [parameter + 1 for parameter in params]
+        return state.average["ema"] + state.average["lawa"]
+
+    together = averages()
+    monkeypatch.setattr("functavg.kernels.dtensor.shards", lambda lists: None)
+    for one, other, (_, placement) in zip(together, averages(), kinds * 2, strict=True):
+        assert one.placements == (placement,)
+        assert one.dtype == other.dtype
+        assert torch.equal(one.to_local(), other.to_local())
+
+
+@pytest.mark.parametrize("count", [1, torch.tensor(1)], ids=["host", "device"])
+def test_an_update_in_place_keeps_the_shards(mesh: DeviceMesh, count: Any) -> None:
+    params = [distribute_tensor(torch.ones(4), mesh, [Shard(0)])]
+    rule = functavg.EMA(0.5)
+    state = rule.update(params, rule.init(params))._replace(count=count)
+    shard = state.average[0]
+    memory = shard.to_local().data_ptr()
+    after = rule.update(params, state, inplace=True).average[0]
+    assert after is shard
+    assert after.to_local().data_ptr() == memory
+
+
 def test_a_count_on_the_device_averages_shards_too(mesh: DeviceMesh) -> None:
     rule = functavg.EMA(0.75)
     state = rule.init([distribute_tensor(torch.zeros(4), mesh, [Shard(0)])])._replace(count=torch.tensor(0))
@@ -145,15 +173,15 @@ def test_one_nan_in_a_shard_skips_the_update(mesh: DeviceMesh) -> None:
 def test_a_plain_tensor_against_shards_is_refused_both_ways(mesh: DeviceMesh) -> None:
     rule = functavg.SWA()
     shards, plain = {"w": distribute_tensor(torch.zeros(4), mesh, [Shard(0)])}, {"w": torch.zeros(4)}
-    with pytest.raises(TypeError, match=r"tree\['w'\]: a DTensor in the average, a plain tensor in the params"):
+    with pytest.raises(TypeError, match=r"tree\['w'\]: expected a DTensor, got a plain tensor"):
         rule.update(plain, rule.init(shards))
-    with pytest.raises(TypeError, match=r"tree\['w'\]: a DTensor in the params, a plain tensor in the average"):
+    with pytest.raises(TypeError, match=r"tree\['w'\]: expected a plain tensor, got a DTensor"):
         rule.update(shards, rule.init(plain))
 
 
 def test_an_average_that_is_not_sharded_says_so(mesh: DeviceMesh) -> None:
     plain = Net()
-    with pytest.raises(TypeError, match=r"tree\['[\w.]+'\]: a DTensor in the params.*module="):
+    with pytest.raises(TypeError, match=r"tree\['[\w.]+'\]: expected a plain tensor, got a DTensor.*module="):
         AveragedModel(plain).update_parameters(sharded(plain, mesh))
 
 

@@ -23,6 +23,10 @@ RUNS = {
     "numpy_only": (["--epochs", "2"], ["last iterate", "SWA()", "torch was not imported"]),
     "custom_avg_fn": ([], ["3.125  AvgFn(", "12.000  MultiAvgFn(", "7.188  MeanThenEMA("]),
     "several_averages": (["--steps", "150"], ["raw", "half-life 20", "half-life 500", "last 5 snapshots"]),
+    "fsdp2": (
+        ["--steps", "40"],
+        ["2 ranks", "raw", "EMA", "resumed at step 20", "at step 40", "the same bits"],
+    ),
     "posthoc": (["--steps", "300"], ["8 snapshots", "0.05", "0.10", "best"]),
 }
 PICTURES = {
@@ -33,14 +37,19 @@ PICTURES = {
 }
 NEEDS = {"jax_loop": "jax"}
 """A library that an example is about, and is skipped without."""
+# Examples for several processes, which a launcher starts.
+LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LAUNCHED = {"fsdp2"}
 
 
 def run(name: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run an example with warnings as errors, in an empty folder."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "MPLBACKEND": "Agg", "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}
+    environment |= {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
+    launcher = LAUNCHER if name in LAUNCHED else []
     return subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py"), *options],
+        [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *options],
         cwd=cwd,
         env=environment,
         capture_output=True,
@@ -73,6 +82,7 @@ def test_an_example_runs_and_prints_its_results(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
+        ("fsdp2", ["--steps", "3"], "--steps must be at least 4, got 3"),
         ("quickstart", ["--epochs", "0"], "--epochs must be at least 1, got 0"),
         ("jax_loop", ["--epochs", "0"], "--epochs must be at least 1, got 0"),
         ("several_averages", ["--steps", "74"], "--steps must be at least 75, got 74"),

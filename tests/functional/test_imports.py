@@ -21,7 +21,7 @@ LAYERS = [
     ["functavg.swa_utils"],
     ["functavg.nn"],
     ["functavg.profiles", "functavg.posthoc"],
-    ["functavg.functional"],
+    ["functavg.functional", "functavg.saving"],
     ["functavg.combinators"],
     ["functavg.rules"],
     ["functavg.plan"],

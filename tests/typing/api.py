@@ -28,6 +28,8 @@ assert_type(functavg.SWA().init(arrays).average, list[NDArray[np.float32]])
 assert_type(functavg.lerp(params, params, 0.5), dict[str, Tensor])
 assert_type(functavg.cast_like(params, params), dict[str, Tensor])
 assert_type(functavg.extend(rule, state, params), functavg.AverageState[dict[str, Tensor]])
+saved: dict[str, Any] = functavg.state_dict(state)
+assert_type(functavg.load_state_dict(state, saved), functavg.AverageState[dict[str, Tensor]])
 
 # ---- rules are values
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -92,6 +92,12 @@ def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], 
     """
     lists = [*averages, news]
     transformed = is_transformed()
+    shards = None if transformed else dtensor.shards(lists)
+    if shards is not None:
+        return [
+            replace(group, wholes=[[olds[index] for index in group.indices] for olds in averages])
+            for group in prepared(shards[:-1], shards[-1], where)
+        ]
     alike = not transformed and _are_alike(lists)
     if alike:
         places = _places(lists, (_dtype, _device))
@@ -165,7 +171,7 @@ def _check(average: Any, new: Any, where: Callable[[], str]) -> None:
         hint = "a parameter of size 0 is one that an engine has partitioned away, gather it first"
         raise ValueError(
             f"{where()}: expected shape {tuple(average.shape)}, got {tuple(new.shape)}; "
-            + (hint if new.numel() == 0 else "nothing is broadcast")
+            + (hint if 0 in (average.numel(), new.numel()) else "nothing is broadcast")
         )
     if (kind_of(new) or 0) > (kind_of(average) or 0):
         raise TypeError(f"{where()}: expected {average.dtype} or what it can hold, got {new.dtype}")

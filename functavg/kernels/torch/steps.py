@@ -76,7 +76,9 @@ def unsharded(group: Group, results: list[list[Tensor]]) -> list[list[Tensor]]:
     if group.wholes is None:
         return results
     return [
-        [
+        wholes
+        if shards is olds
+        else [
             whole if shard is old else dtensor.like(shard, whole)
             for shard, old, whole in zip(shards, olds, wholes, strict=True)
         ]

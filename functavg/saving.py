@@ -1,0 +1,152 @@
+"""States as flat dicts of numbers and arrays, for files and checkpointers that know nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from functavg import kernels, trees
+from functavg.plan import identities
+from functavg.scalars import beside, is_host
+from functavg.state import AverageState, T
+
+
+def state_dict(state: AverageState[Any], /) -> dict[str, Any]:
+    """Return a state as a flat dict of its numbers and arrays by name, without copying any.
+
+    Names are the keys that lead to a leaf, joined by dots: ``count``, ``average.encoder.weight``, ``memory.0``. So a
+    state of any rule goes into whatever stores named tensors: ``torch.save`` (``torch.load`` with ``weights_only=True``
+    reads it), ``torch.distributed.checkpoint`` (DTensors too), ``numpy.savez``.
+
+    Args:
+        state: the state of any rule, with leaves of any array library.
+
+    Returns:
+        The dict. Its arrays are those of the state, and change with it where it is updated in place.
+
+    Raises:
+        TypeError: ``state`` is no AverageState, or a leaf is neither a number nor an array.
+        ValueError: two leaves would have one name, as those at ``['a.b']`` and at ``['a']['b']``.
+
+    Example:
+        >>> import functavg, numpy as np
+        >>> functavg.state_dict(functavg.SWA().init({"layer": {"w": np.zeros(2)}}))
+        {'count': 0, 'average.layer.w': array([0., 0.])}
+    """
+    if not isinstance(state, AverageState):
+        raise TypeError(f"state_dict(state): state must be an AverageState, got {type(state).__name__}")
+    leaves, spec = trees.flatten(state)
+    for index, leaf in enumerate(leaves):
+        if kernels.kernel_name(leaf) is None:
+            raise TypeError(f"{_path(spec, index)}: expected a number or an array, got {type(leaf).__name__}")
+    return dict(zip(_names(spec), leaves, strict=True))
+
+
+def load_state_dict(like: AverageState[T], saved: Mapping[str, Any], /) -> AverageState[T]:
+    """Return the state that ``state_dict`` made a dict of, in the form of another one.
+
+    Args:
+        like: a state of the structure and shapes to load, as ``rule.init(params)`` makes it. Each leaf is brought into
+            the dtype, the device and the shards that it has here; a leaf on torch's meta device stays on that of its
+            value. Leaves that are shared here stay shared, and take the value of the first of them.
+        saved: what ``state_dict`` returned. A number may have become a 0-d array on its way, and an array of JAX one
+            of numpy.
+
+    Returns:
+        The loaded state; it shares no memory with ``like`` and ``saved``.
+
+    Raises:
+        TypeError: an argument is none of the kind, or a value is of another kind than the leaf it is for.
+        ValueError: names are missing or unexpected, or a value has another shape or other shards.
+
+    Example:
+        >>> import functavg, numpy as np
+        >>> rule, params = functavg.EMA(0.9), {"w": np.ones(2)}
+        >>> saved = functavg.state_dict(rule.update(params, rule.init(params)))
+        >>> functavg.load_state_dict(rule.init({"w": np.zeros(2)}), saved)
+        AverageState(count=1, average={'w': array([1., 1.])}, memory=())
+    """
+    if not isinstance(like, AverageState):
+        raise TypeError(f"load_state_dict(like, saved): like must be an AverageState, got {type(like).__name__}")
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"load_state_dict(like, saved): saved must be a dict, got {type(saved).__name__}")
+    leaves, spec = trees.flatten(like)
+    names = _names(spec)
+    _check_names(names, saved)
+    loaded: list[Any] = [None] * len(leaves)
+    places: dict[str | None, list[int]] = {}
+    keys = identities(leaves)
+    firsts: dict[Hashable, int] = {}
+    for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+        if is_host(leaf):
+            loaded[index] = _number(saved[name], leaf, name)
+        else:
+            places.setdefault(kernels.kernel_name(leaf), []).append(index)
+            firsts.setdefault(keys[index], index)
+    for kernel_name, indices in places.items():
+        if kernel_name is None:
+            raise TypeError(f"{_path(spec, indices[0])}: the leaf of `like` is neither a number nor an array")
+        kernel = kernels.load(kernel_name)
+        news = [_array(saved[names[index]], leaves[index], kernel_name) for index in indices]
+        olds = [_placed(leaves[index], new) for index, new in zip(indices, news, strict=True)]
+        groups = kernel.prepared([olds], news, lambda index, indices=indices: names[indices[index]])
+        (results,) = kernel.lerp(groups, [1.0], False)
+        for index, result in zip(indices, results, strict=True):
+            loaded[index] = result
+    state: AverageState[T] = trees.unflatten(spec, [loaded[firsts.get(key, i)] for i, key in enumerate(keys)])
+    return state
+
+
+def _names(spec: Any) -> list[str]:
+    """Return the name of each leaf of a state.
+
+    Raises:
+        ValueError: two leaves have one name.
+    """
+    names = trees.names(spec)
+    firsts: dict[str, int] = {}
+    for index, name in enumerate(names):
+        first = firsts.setdefault(name, index)
+        if first != index:
+            raise ValueError(
+                f"{_path(spec, first)} and {_path(spec, index)} would both be saved as {name!r}; rename one of the keys"
+            )
+    return names
+
+
+def _check_names(names: list[str], saved: Mapping[str, Any]) -> None:
+    known = dict.fromkeys(names)
+    missing = [name for name in names if name not in saved]
+    unexpected = [str(name) for name in saved if name not in known]
+    if missing or unexpected:
+        raise ValueError(
+            f"the saved state is none of the structure of `like`: missing {trees.some(missing)}; unexpected "
+            f"{trees.some(unexpected)}. Make `like` by the `init` of the rule that was saved, from the same params"
+        )
+
+
+def _number(value: Any, like: float, name: str) -> float:
+    """Return a host number, which may have become an array of no dimension on its way."""
+    number = value.item() if getattr(value, "shape", None) == () else value
+    kind = int if isinstance(like, int) else float
+    if not isinstance(number, (int, kind)) or isinstance(number, bool) != isinstance(like, bool):
+        raise TypeError(f"{name}: expected a number as {like!r} is, got {value!r} of {type(value).__name__}")
+    return number
+
+
+def _array(value: Any, like: Any, kernel_name: str) -> Any:
+    """Return a value for an array; a count that was a host number becomes what it is here."""
+    if type(value) is int and kernel_name != "numpy" and like.ndim == 0:
+        return beside(value, like)
+    return value
+
+
+def _placed(like: Any, value: Any) -> Any:
+    """Return an array of the form of ``like``; onto the meta device no value could be loaded."""
+    if getattr(like, "is_meta", False) and hasattr(value, "is_meta"):
+        return like.new_empty(like.shape, device=value.device)
+    return like
+
+
+def _path(spec: Any, index: int) -> str:
+    return trees.paths(spec)[index].replace("tree", "state", 1)
