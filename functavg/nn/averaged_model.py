@@ -96,8 +96,8 @@ class AveragedModel(TorchAveragedModel):
         self._count = HostCount()
         self._loaded: dict[str, Tensor] = {}
         with torch.inference_mode(False), torch.no_grad():
-            self.module = twin(model) if module is None else overwritten(module, model)
-            if device is not None:
+            self.module = twin(model, device) if module is None else overwritten(module, model)
+            if module is not None and device is not None:
                 self.module = self.module.to(device)
             self._wide.narrow(tensor for _, tensor in pairing.tensors(self.module))
             self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.int64, device=device))
