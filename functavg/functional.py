@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from functavg import kernels, trees
-from functavg.plan import Lerp, is_shareable, run
+from functavg.plan import Lerp, identities, run
 from functavg.rules.base import AveragingRule
-from functavg.scalars import identity
 from functavg.state import AverageState, PyTree, T, Weight
 
 
@@ -72,10 +71,9 @@ def cast_like(tree: T, like: PyTree) -> T:
                 f"got {type(leaf).__name__} to bring into the form of {type(likes[index]).__name__}"
             )
     casts: dict[Any, Any] = {}  # leaves that are shared, and to be of one form, stay shared
-    keys = []
-    for index, (leaf, it, name) in enumerate(zip(leaves, likes, names, strict=True)):
-        key = (identity(leaf), it.dtype, it.device) if name == "torch" and is_shareable(leaf) else index
-        keys.append(key)
+    forms = [(getattr(it, "dtype", type(it)), getattr(it, "device", None)) for it in likes]
+    keys = list(zip(identities(leaves), forms, strict=True))
+    for key, leaf, it, name in zip(keys, leaves, likes, names, strict=True):
         if key not in casts:
             casts[key] = kernels.load(name).cast(leaf, it)
     result: T = trees.unflatten(spec, [casts[key] for key in keys])

@@ -13,17 +13,21 @@ from typing import Any
 
 from functavg import kernels, trees
 from functavg.kernels import dtypes
-from functavg.scalars import are_shared, check_weight, identities, identity, is_host
+from functavg.scalars import check_weight, is_host, objects
 from functavg.state import Count, PyTree, Weight
 
 
 @dataclass(frozen=True, eq=False)
 class Lerp:
-    """The intention ``old + weight * (new - old)``; ``old`` may be an intention itself, carried out before."""
+    """The intention ``old + weight * (new - old)``; ``old`` may be an intention itself, carried out before.
+
+    A tree of torch tensors ``narrow`` takes the rounding of the result, in place.
+    """
 
     old: PyTree | Lerp
     new: PyTree
     weight: Weight
+    narrow: PyTree | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +42,9 @@ class Apply:
 
 
 Intention = (Lerp, Apply)
+
+_LEAVES = {"torch", "numpy"}
+"""Kernels of arrays that are no containers, as those of the Array API may be."""
 
 
 def run(planned: PyTree, *, inplace: bool = False) -> PyTree:
@@ -69,11 +76,14 @@ class _Job:
         steps, self.tree = _chain(intention)
         self.apply = intention if isinstance(intention, Apply) else None
         self.olds, self.spec = _flatten(self.tree, flat)
-        self.steps = []
-        for new, weight in steps:
-            leaves, spec = _flatten(new, flat)
-            self.steps.append((trees.align(self.spec, spec, leaves), weight))
+        self.steps = [(self._aligned(new, flat), weight) for new, weight in steps]
+        narrow = intention.narrow if isinstance(intention, Lerp) else None
+        self.narrow = [] if narrow is None else [self._aligned(narrow, flat)]
         self.parts = self._whole() or self._divided(inplace)
+
+    def _aligned(self, tree: PyTree, flat: list[Any]) -> list[Any]:
+        leaves, spec = _flatten(tree, flat)
+        return trees.align(self.spec, spec, leaves)
 
     def where(self, index: int) -> str:
         """Return the path of a leaf."""
@@ -97,9 +107,12 @@ class _Job:
     def _whole(self) -> list[_Part] | None:
         """Return one part with all leaves, where one kernel takes them all and none shares memory."""
         names = {kernels.kernel_name_of(kind) for kind in set(map(type, self.olds))}
-        if len(names) != 1 or None in names or are_shared(self.olds):
+        if len(names) != 1 or None in names:
             return None
-        return [_Part(self, kernels.load(names.pop()), None, self.olds, self.steps)]
+        kernel = kernels.load(names.pop())
+        if len(set(kernel.identities(self.olds))) != len(self.olds):
+            return None
+        return [_Part(self, kernel, None, self.olds, self.steps, self.narrow)]
 
     def _divided(self, inplace: bool) -> list[_Part]:
         """Return the parts, with each pair of the same two mutable arrays once.
@@ -110,34 +123,30 @@ class _Job:
         """
         places: dict[str, dict[Hashable, list[int]]] = {}
         holders: dict[Hashable, int] = {}
+        mine, *theirs = map(identities, (self.olds, *(leaves for leaves, _ in self.steps), *self.narrow))
         for index, old in enumerate(self.olds):
             name = kernels.kernel_name(old)
             if name is None:
                 raise TypeError(f"{self.where(index)}: the average holds {type(old).__name__}, which is no array")
-            pair: Hashable = (index,)
-            if is_shareable(old):
-                news = [leaves[index] for leaves, _ in self.steps]
-                pair = tuple(map(identity, (old, *news)))
-                first = holders.setdefault(identity(old), index)
-                if inplace and any(leaves[first] is not leaves[index] for leaves, _ in self.steps):
-                    raise ValueError(
-                        f"{self.where(first)} and {self.where(index)} share one array in the average, but not in the "
-                        "params; an update in place would mix them. Update with inplace=False, which parts them, or "
-                        "start anew with `init`"
-                    )
+            first = holders.setdefault(mine[index], index)
+            if inplace and any(keys[first] != keys[index] for keys in theirs):
+                raise ValueError(
+                    f"{self.where(first)} and {self.where(index)} share one array in the average, but not in the "
+                    "params; a step in place would mix them. Tie them in the params, or part them in the average: an "
+                    "update with inplace=False does, and so do a new `init` and a new AveragedModel"
+                )
+            pair = (mine[index], *(keys[index] for keys in theirs))
             places.setdefault(name, {}).setdefault(pair, []).append(index)
         parts = []
         for name, pairs in places.items():
             firsts = [indices[0] for indices in pairs.values()]
-            parts.append(
-                _Part(
-                    self,
-                    kernels.load(name),
-                    list(pairs.values()),
-                    [self.olds[index] for index in firsts],
-                    [([leaves[index] for index in firsts], weight) for leaves, weight in self.steps],
-                )
-            )
+            olds, *others = [
+                [leaves[index] for index in firsts]
+                for leaves in (self.olds, *(leaves for leaves, _ in self.steps), *self.narrow)
+            ]
+            steps = [(news, weight) for news, (_, weight) in zip(others, self.steps, strict=False)]
+            narrow = others[len(steps) :]
+            parts.append(_Part(self, kernels.load(name), list(pairs.values()), olds, steps, narrow))
         return parts
 
 
@@ -150,6 +159,7 @@ class _Part:
     places: Sequence[Sequence[int]] | None  # of each leaf in the job; None: the leaves are all those of the job
     olds: list[Any]
     steps: list[tuple[list[Any], Weight]]
+    narrow: list[list[Any]]  # nothing, or the leaves that take the rounding of the last step
     results: Sequence[Any] = ()
 
     def where(self, index: int) -> str:
@@ -158,7 +168,7 @@ class _Part:
 
     def prepare(self, averages: list[list[Any]]) -> Any:
         """Check that the averages can take all that is to go into them; return the groups of the first step."""
-        groups = [self.kernel.prepared(averages, news, self.where) for news, _ in self.steps]
+        groups = [self.kernel.prepared([*averages, *self.narrow], news, self.where) for news, _ in self.steps]
         return groups[0]
 
     def carry_out(self, batch: list[_Part], groups: Any, inplace: bool) -> None:
@@ -171,7 +181,7 @@ class _Part:
         for part, leaves in zip(batch, results, strict=True):
             part.results = leaves
         for news, weight in self.steps[1:]:
-            groups = self.kernel.prepared([list(self.results)], news, self.where)
+            groups = self.kernel.prepared([list(self.results), *self.narrow], news, self.where)
             (self.results,) = self.kernel.lerp(groups, [weight], True)
 
 
@@ -180,7 +190,10 @@ def _flatten(tree: PyTree, flat: list[Any]) -> tuple[list[Any], Any]:
     for known, leaves, spec in flat:
         if known is tree:
             return leaves, spec
-    leaves, spec = trees.flatten(tree)
+    if type(tree) is dict and {kernels.kernel_name_of(kind) for kind in set(map(type, tree.values()))} <= _LEAVES:
+        leaves, spec = list(tree.values()), trees.Flat(tuple(tree))
+    else:
+        leaves, spec = trees.flatten(tree)
     flat.append((tree, leaves, spec))
     return leaves, spec
 
@@ -208,8 +221,8 @@ def _batches(parts: list[_Part]) -> list[list[_Part]]:
         return [parts]
     batches: dict[Hashable, list[_Part]] = {}
     for part in parts:
-        alone = part.job.apply is not None or len(part.steps) != 1
-        key: Hashable = id(part) if alone else (part.kernel.__name__, *identities(part.steps[0][0]))
+        alone = part.job.apply is not None or len(part.steps) != 1 or part.narrow
+        key: Hashable = id(part) if alone else (part.kernel.__name__, *objects(part.steps[0][0]))
         batches.setdefault(key, []).append(part)
     return list(batches.values())
 
@@ -228,12 +241,11 @@ def copied(params: PyTree, *, dtype: Any = None, device: Any = None) -> PyTree:
         if reason is not None:
             raise TypeError(_refused(trees.paths(spec)[index], leaf, reason))
     made: dict[Hashable, Any] = {}
-    for index, leaf in enumerate(leaves):
-        key: Hashable = id(leaf) if is_shareable(leaf) else (index,)
+    keys = identities(leaves)
+    for key, leaf in zip(keys, leaves, strict=True):
         if key not in made:
             made[key] = kernels.load(kernels.kernel_name(leaf)).copied(leaf, held, device)
-        leaves[index] = made[key]
-    return trees.unflatten(spec, leaves)
+    return trees.unflatten(spec, [made[key] for key in keys])
 
 
 def _refused(path: str, leaf: Any, reason: str) -> str:
@@ -243,7 +255,13 @@ def _refused(path: str, leaf: Any, reason: str) -> str:
     return f"{path}: cannot average {type(leaf).__name__}: {reason}. Expected a dense array of numbers; {advice}"
 
 
-def is_shareable(leaf: Any) -> bool:
-    """Tell whether the identity of a leaf means that memory is shared: not for scalars and immutable arrays."""
-    name = kernels.kernel_name(leaf)
-    return name is not None and kernels.load(name).MUTABLE and hasattr(leaf, "__setitem__")
+def identities(leaves: Sequence[Any]) -> list[Hashable]:
+    """Return what is equal for leaves in one place of memory that can be written to, and differs for all others."""
+    keys: list[Hashable] = [(index,) for index in range(len(leaves))]
+    kinds = [kernels.kernel_name(leaf) for leaf in leaves]
+    for kind in dict.fromkeys(kinds):
+        places = [index for index, name in enumerate(kinds) if name == kind]
+        found = [] if kind is None else kernels.load(kind).identities([leaves[index] for index in places])
+        for index, key in zip(places, found, strict=False):
+            keys[index] = (kind, key)
+    return keys

@@ -6,8 +6,8 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from functavg import kernels, trees
-from functavg.plan import is_shareable
-from functavg.scalars import beside, identity, is_host
+from functavg.plan import identities
+from functavg.scalars import beside, is_host
 from functavg.state import AverageState, T
 
 
@@ -75,13 +75,11 @@ def load_state_dict(like: AverageState[T], saved: Mapping[str, Any], /) -> Avera
     _check_names(names, saved)
     loaded: list[Any] = [None] * len(leaves)
     places: dict[str | None, list[int]] = {}
-    firsts: dict[Hashable, int] = {}
     for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
         if is_host(leaf):
             loaded[index] = _number(saved[name], leaf, name)
         else:
             places.setdefault(kernels.kernel_name(leaf), []).append(index)
-            firsts.setdefault(identity(leaf) if is_shareable(leaf) else (index,), index)
     for kernel_name, indices in places.items():
         if kernel_name is None:
             raise TypeError(f"{_path(spec, indices[0])}: the leaf of `like` is neither a number nor an array")
@@ -92,9 +90,9 @@ def load_state_dict(like: AverageState[T], saved: Mapping[str, Any], /) -> Avera
         (results,) = kernel.lerp(groups, [1.0], False)
         for index, result in zip(indices, results, strict=True):
             loaded[index] = result
-    for index, leaf in enumerate(leaves):
-        loaded[index] = loaded[firsts.get(identity(leaf), index)]
-    state: AverageState[T] = trees.unflatten(spec, loaded)
+    firsts: dict[Hashable, Any] = {}
+    shared = [firsts.setdefault(key, value) for key, value in zip(identities(leaves), loaded, strict=True)]
+    state: AverageState[T] = trees.unflatten(spec, shared)
     return state
 
 

@@ -27,19 +27,14 @@ def is_compiling() -> bool:
     return torch is not None and torch.compiler.is_compiling()
 
 
-def identity(array: Any) -> Hashable:
-    """Return what two names of one array have in common; a compiler would take ``id`` for a constant."""
-    return array if is_compiling() else id(array)
-
-
-def identities(arrays: Sequence[Any]) -> Sequence[Hashable]:
-    """Return the identity of each array."""
+def objects(arrays: Sequence[Any]) -> Sequence[Hashable]:
+    """Return what is equal for the same objects only; a compiler would take an ``id`` for a constant."""
     return arrays if is_compiling() else list(map(id, arrays))
 
 
 def are_shared(arrays: Sequence[Any]) -> bool:
     """Tell whether one array stands at several places."""
-    return len(set(identities(arrays))) != len(arrays)
+    return len(set(objects(arrays))) != len(arrays)
 
 
 def lift(count: Count) -> Weight:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import optree
@@ -24,6 +25,25 @@ _ENTRIES: dict[str, type[optree.PyTreeEntry]] = {
 }
 
 
+@dataclass(frozen=True)
+class Flat:
+    """The structure of a dict of leaves, in the order of its keys; to know it, no leaf has to be looked at."""
+
+    keys: tuple[Any, ...]
+
+    @property
+    def num_leaves(self) -> int:
+        """The number of leaves."""
+        return len(self.keys)
+
+    def paths(self) -> list[tuple[Any, ...]]:
+        """Return the keys that lead to each leaf."""
+        return [(key,) for key in self.keys]
+
+
+Spec = Flat | optree.PyTreeSpec
+
+
 def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
     """Return the leaves and the structure of a tree; ``None`` is structure.
 
@@ -36,8 +56,10 @@ def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
     return leaves, spec
 
 
-def unflatten(spec: optree.PyTreeSpec, leaves: Sequence[Any]) -> PyTree:
+def unflatten(spec: Spec, leaves: Sequence[Any]) -> PyTree:
     """Return the tree of this structure and these leaves."""
+    if isinstance(spec, Flat):
+        return dict(zip(spec.keys, leaves, strict=True))
     return optree.tree_unflatten(spec, leaves)
 
 
@@ -52,8 +74,10 @@ def register(node: type, flatten_func: Callable[[Any], Any], unflatten_func: Cal
     optree.register_pytree_node(node, flatten_func, unflatten_func, namespace=NAMESPACE)
 
 
-def paths(spec: optree.PyTreeSpec) -> list[str]:
+def paths(spec: Spec) -> list[str]:
     """Return where each leaf stands, as the expression that reads it: ``tree['encoder']['weight']``."""
+    if isinstance(spec, Flat):
+        return [f"tree[{key!r}]" for key in spec.keys]
     return [accessor.codify("tree") for accessor in optree.treespec_accessors(spec)]
 
 
@@ -76,7 +100,7 @@ def beneath(prefix: PyTree, tree: PyTree) -> list[tuple[Any, PyTree]]:
     return list(zip(leaves, spec.flatten_up_to(tree), strict=True))
 
 
-def align(old: optree.PyTreeSpec, new: optree.PyTreeSpec, leaves: list[Any]) -> list[Any]:
+def align(old: Spec, new: Spec, leaves: list[Any]) -> list[Any]:
     """Return the leaves of ``new`` in the order of ``old``, paired by path.
 
     Raises:

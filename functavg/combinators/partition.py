@@ -11,9 +11,8 @@ from typing import Any
 from functavg import trees
 from functavg.combinators.base import Door, Product, Rules
 from functavg.combinators.several import Several
-from functavg.plan import Intention, is_shareable
+from functavg.plan import Intention, identities
 from functavg.rules.base import AveragingRule
-from functavg.scalars import are_shared, identity
 from functavg.state import AverageState, Count, PyTree, T
 
 
@@ -139,12 +138,10 @@ class _Division:
 
     def check_shared(self, leaves: Sequence[Any]) -> None:
         """Raise a ValueError where two leaves of different labels share memory, which would be averaged twice."""
-        if not are_shared(leaves):
-            return
         holders: dict[Hashable, int] = {}
-        for index, leaf in enumerate(leaves):
-            first = holders.setdefault(identity(leaf), index)
-            if self.labels[first] != self.labels[index] and is_shareable(leaf):
+        for index, key in enumerate(identities(leaves)):
+            first = holders.setdefault(key, index)
+            if self.labels[first] != self.labels[index]:
                 paths = trees.paths(self.spec)
                 raise ValueError(
                     f"{paths[first]} and {paths[index]} share one array, but have the labels "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,6 @@ import numpy as np
 from functavg.kernels import dtypes
 from functavg.scalars import is_host
 from functavg.state import Count, Weight
-
-MUTABLE = False
 
 Groups = tuple[list[list[Any]], list[Any]]
 
@@ -36,6 +34,11 @@ def cast(leaf: Any, like: Any) -> Any:
     """Return ``leaf`` with the dtype and the device of ``like``; itself where it has them."""
     library = like.__array_namespace__()
     return _placed(library.astype(library.asarray(leaf), like.dtype, copy=False), like)
+
+
+def identities(leaves: Sequence[Any]) -> Sequence[Hashable]:
+    """Return what differs for all leaves: no write could tell whether two are in one place of memory."""
+    return range(len(leaves))
 
 
 def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], str]) -> Groups:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from functavg.kernels import dtypes
 from functavg.state import Count, Weight
-
-MUTABLE = True
 
 BLOCK = 2**15
 """Elements of one block: the block, its new values and the scratch buffer stay in the second-level cache."""
@@ -40,6 +38,16 @@ def copied(leaf: Any, dtype: str | None, device: Any) -> Array:
 def cast(leaf: Any, like: Any) -> Array:
     """Return ``leaf`` with the dtype of ``like``; itself where it has it."""
     return np.asarray(leaf).astype(np.asarray(like).dtype, copy=False)
+
+
+def identities(leaves: Sequence[Any]) -> list[Hashable]:
+    """Return what is equal for arrays in one place of memory: two views may be one weight. Numbers are in none."""
+    return [
+        (leaf.__array_interface__["data"][0], leaf.dtype, leaf.shape, leaf.strides)
+        if isinstance(leaf, np.ndarray) and leaf.size > 0
+        else (index,)
+        for index, leaf in enumerate(leaves)
+    ]
 
 
 def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], str]) -> Groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel as TorchAveragedModel
 from torch.utils.hooks import RemovableHandle
 
+from functavg.combinators import Every, SkipNonFinite
 from functavg.nn import buffers, pairing
 from functavg.nn.beside import Beside
 from functavg.nn.copying import overwritten, twin
@@ -138,41 +140,41 @@ class AveragedModel(TorchAveragedModel):
         if not self._update_in_step(model, steps):
             pairing.reshard(model)
             pairing.reshard(self.module)
-            self._update_by_name(model, steps)
+            self._carry_out(pairing.pairs(self.module, model), steps)
 
     def _update_in_step(self, model: Module, steps: Count) -> bool:
         """Update without spelling names, where a rule needs none; tell whether that was possible.
 
         Whatever is wrong is left to the way by name, which can say where.
         """
-        if type(self.rule).plan is not WeightRule.plan or self.use_buffers:
+        if self.use_buffers or not _is_blind_to_names(self.rule):
             return False
-        found = pairing.in_step(self.module, model)
-        if found is None or not self._wide.are_tensors(found[0]):
-            return False
-        averages, news, others = found
         try:
-            self._carry_out(averages, news, buffers.divide(others, False), steps)
+            found = pairing.in_step(self.module, model)
+            if found is not None:
+                self._carry_out(found, steps)
         except (TypeError, ValueError):
             return False
-        return True
+        return found is not None
 
-    def _update_by_name(self, model: Module, steps: Count) -> None:
-        found = pairing.pairs(self.module, model)
+    def _carry_out(self, found: pairing.Pairs, steps: Count) -> None:
         copies = buffers.divide(found, self.use_buffers)
         values = self._wide.get(found.averages)
-        if self._carry_out(values, found.news, copies, steps):
-            self._wide.write(found.averages, values)
-
-    def _carry_out(self, averages: Any, news: Any, copies: buffers.Copies, steps: Count) -> bool:
-        """Carry out an update; tell whether it was to change the averages at all."""
-        before = self._beside.state(self._count.read(self.n_averaged), averages)
-        plan = planned(self.rule, news, before, steps)
+        before = self._beside.state(self._count.read(self.n_averaged), values)
+        plan = planned(self.rule, found.news, before, steps)
+        step = plan.average
+        is_wide = values is not found.averages
+        rounds = is_wide and isinstance(step, Lerp) and step.old is values
+        if rounds:
+            plan = plan._replace(average=replace(step, narrow=found.averages))
         after, _ = run((plan, Lerp(copies.averages, copies.news, 1.0)), inplace=True)
         buffers.replace(copies, self._device)
         self._beside.keep(after)
         self.n_averaged = self._count.write(self.n_averaged, after.count)
-        return plan.average is not before.average
+        if rounds:
+            self._wide.keep(found.averages, values)
+        elif is_wide and step is not before.average:
+            self._wide.write(found.averages, values)
 
     def attach(self, optimizer: Optimizer, model: Module) -> RemovableHandle:
         """Average after every step of an optimizer that changed the model.
@@ -322,6 +324,13 @@ class AveragedModel(TorchAveragedModel):
                 stacklevel=2,
             )
             self.n_averaged = self._count.write(self.n_averaged, 1)
+
+
+def _is_blind_to_names(rule: AveragingRule) -> bool:
+    """Tell whether a rule plans the same whatever the tensors are called, and keeps none of them in its memory."""
+    while type(rule) in (Every, SkipNonFinite):
+        rule = rule.rule  # type: ignore[attr-defined]
+    return type(rule).plan is WeightRule.plan
 
 
 def _finish_saving(averaged: AveragedModel, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

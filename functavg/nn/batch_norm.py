@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
-from functavg.kernels.torch import copied, lerp_leaf
+from functavg.kernels.torch.steps import copied, lerp_leaf
 from functavg.nn import ranks
 from functavg.nn.pairing import unwrap
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from functavg.kernels.torch import refusal
+from functavg.kernels.torch.groups import are_twins, refusal
 from functavg.nn.pairing import Pairs, as_dict, is_averageable
 
 UseBuffers = bool | Callable[[str, Tensor], bool]
@@ -26,6 +27,9 @@ class Copies:
 
 def divide(pairs: Pairs, use_buffers: UseBuffers) -> Copies:
     """Move the buffers that are averaged to the tensors of ``pairs``; return the others."""
+    copies = None if use_buffers else _of_twins(pairs)
+    if copies is not None:
+        return copies
     copies = Copies()
     takers: dict[int, Tensor] = {}
     for path, average, model in pairs.buffers:
@@ -42,6 +46,19 @@ def divide(pairs: Pairs, use_buffers: UseBuffers) -> Copies:
             copies.averages.append(old)
             copies.news.append(new)
     return copies
+
+
+def _of_twins(pairs: Pairs) -> Copies | None:
+    """Return the copies where every buffer has a counterpart of its own that is just like it; None elsewhere."""
+    names = [path.rpartition(".")[2] for path, _, _ in pairs.buffers]
+    try:
+        olds: list[Any] = [average._buffers[name] for name, (_, average, _) in zip(names, pairs.buffers, strict=True)]
+    except KeyError:
+        return None
+    news: list[Any] = [model._buffers[name] for name, (_, _, model) in zip(names, pairs.buffers, strict=True)]
+    if len(set(map(id, olds))) != len(olds) or not are_twins(olds, news):
+        return None
+    return Copies(olds, news)
 
 
 def replace(copies: Copies, device: Callable[[], torch.device | None]) -> None:

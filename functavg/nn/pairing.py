@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,9 @@ _WRAPPERS = {
     ("torch._dynamo.eval_frame", "OptimizedModule"): "_orig_mod",
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"): "_checkpoint_wrapped_module",
 }
+_DEPTH = 100
+"""Levels of modules that are walked without looking for cycles."""
+
 _FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 _FSDP2 = ("torch.distributed.fsdp", "FSDPModule")
 _SPECTRAL_NORM = ("torch.nn.utils.parametrizations", "_SpectralNorm")
@@ -69,8 +73,8 @@ def reshard(model: Module) -> None:
 class Pairs:
     """What an average and a model share: parameters by name, and buffers by name with the modules that have them."""
 
-    averages: dict[str, Tensor] = field(default_factory=dict)
-    news: dict[str, Tensor] = field(default_factory=dict)
+    averages: dict[Any, Tensor] = field(default_factory=dict)
+    news: dict[Any, Tensor] = field(default_factory=dict)
     buffers: list[tuple[str, Module, Module]] = field(default_factory=list)
 
 
@@ -95,46 +99,56 @@ def pairs(average: Module, model: Module) -> Pairs:
     return walk.found
 
 
-def in_step(average: Module, model: Module) -> tuple[list[Tensor], list[Tensor], Pairs] | None:
-    """Return the parameters of both in one order, and their buffers, without spelling their names.
+def in_step(average: Module, model: Module) -> Pairs | None:
+    """Return the parameters of both in one order, and their buffers, with numbers for names.
 
     This is what ``pairs`` finds, many times faster, for two models whose modules and parameters have the same names in
     the same order and no wrappers; None for all others.
     """
-    mine: list[Any] = [average]
-    theirs: list[Any] = [unwrap(model)]
-    my_names: list[str | None] = []
-    their_names: list[str | None] = []
-    averages: list[Any] = []
-    news: list[Any] = []
-    buffers: list[tuple[str, Module, Module]] = []
-    for one, other in zip(mine, theirs, strict=False):  # both grow on the way; their names tell whether alike
-        if one is None or other is None:
-            return None
-        if not (isinstance(one._parameters, dict) and isinstance(other._parameters, dict)):
-            return None  # a scripted module
-        if one._parameters or other._parameters:
-            my_names += (*one._parameters, None)
-            their_names += (*other._parameters, None)
-            averages += one._parameters.values()
-            news += other._parameters.values()
-        else:
-            my_names.append(None)
-            their_names.append(None)
-        if one._modules or other._modules:
-            my_names += (*one._modules, "")  # which is no name: children are no parameters of the next module
-            their_names += (*other._modules, "")
-            mine += one._modules.values()
-            theirs += other._modules.values()
-        if other._buffers:
-            buffers += ((name, one, other) for name in other._buffers)
-    if my_names != their_names or any(map(_is_special, {*map(type, mine), *map(type, theirs)})):
+    mine, theirs = _Layout(average), _Layout(unwrap(model))
+    if not (mine.visit() and theirs.visit() and mine.names == theirs.names):
         return None
+    if any(map(_is_special, {*map(type, mine.modules), *map(type, theirs.modules)})):
+        return None
+    averages, news = mine.parameters, theirs.parameters
     if type(None) in {*map(type, averages), *map(type, news)}:
         if [tensor is None for tensor in averages] != [tensor is None for tensor in news]:
             return None
         averages, news = ([tensor for tensor in leaves if tensor is not None] for leaves in (averages, news))
-    return averages, news, Pairs(buffers=buffers)
+    stores = [module._buffers for module in theirs.modules]
+    both = zip(mine.modules, theirs.modules, stores, strict=True) if any(stores) else ()
+    buffers = [(name, one, other) for one, other, names in both for name in names]
+    return Pairs(dict(enumerate(averages)), dict(enumerate(news)), buffers)
+
+
+class _Layout:
+    """The modules and parameters of a model, level by level; thousands of modules are read in loops of C."""
+
+    def __init__(self, root: Module) -> None:
+        self.modules: list[Module] = [root]
+        self.names: list[str | int] = []
+        """For each level the names of its parameters and children, with their numbers in each module."""
+        self.parameters: list[Any] = []
+
+    def visit(self) -> bool:
+        """Read the model; tell whether that was possible: not with scripted modules, nor with a cycle of modules."""
+        level: list[Any] = self.modules
+        for _ in range(_DEPTH):
+            parameters = [module._parameters for module in level]
+            children = [module._modules for module in level]
+            if not all(issubclass(kind, dict) for kind in {*map(type, parameters), *map(type, children)}):
+                return False
+            for stores in (parameters, children):
+                self.names += chain.from_iterable(stores)
+                self.names += map(len, stores)
+            self.parameters += chain.from_iterable(map(dict.values, parameters))
+            level = [child for store in children for child in store.values()]
+            if not level:
+                return True
+            if type(None) in set(map(type, level)):
+                return False
+            self.modules += level
+        return False
 
 
 def tensors(model: Module) -> Iterator[tuple[str, Tensor]]:

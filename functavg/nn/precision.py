@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from functavg.functional import lerp
 from functavg.kernels import dtypes
+
+_dtype = operator.attrgetter("dtype")
 
 
 class WideValues:
@@ -41,12 +44,15 @@ class WideValues:
 
     def are_tensors(self, tensors: Iterable[Tensor]) -> bool:
         """Tell whether the value of each tensor is the tensor itself."""
-        return all(self._held_dtype(dtype) == dtype for dtype in {tensor.dtype for tensor in tensors})
+        return all(self._held_dtype(dtype) == dtype for dtype in set(map(_dtype, tensors)))
 
-    def get(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the values of tensors by name; a tensor of two names has one value."""
+    def get(self, tensors: dict[Any, Tensor]) -> dict[Any, Tensor]:
+        """Return the values of tensors by name, the dict itself where they are the tensors.
+
+        A tensor of two names has one value.
+        """
         if self.are_tensors(tensors.values()):
-            return dict(tensors)
+            return tensors
         distinct = {id(tensor): self._value(tensor) for tensor in tensors.values()}
         return {name: distinct[id(tensor)] for name, tensor in tensors.items()}
 
@@ -55,15 +61,19 @@ class WideValues:
         if not tensor.is_inference():
             self._held[id(tensor)] = (tensor, _mark(tensor), value)
 
-    def write(self, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    def write(self, tensors: Mapping[Any, Tensor], values: Mapping[Any, Tensor]) -> None:
         """Write the rounding of new values into their tensors, and remember the values."""
-        wide = {id(tensor): (tensor, values[name]) for name, tensor in tensors.items() if values[name] is not tensor}
+        wide = {id(tensor): name for name, tensor in tensors.items() if values[name] is not tensor}
+        narrow, new = ({name: leaves[name] for name in wide.values()} for leaves in (tensors, values))
+        lerp(narrow, new, 1.0, inplace=True)
+        self.keep(tensors, values)
+
+    def keep(self, tensors: Mapping[Any, Tensor], values: Mapping[Any, Tensor]) -> None:
+        """Remember the values of tensors that hold their rounding by now."""
         self._held.clear()
-        if wide:
-            narrow, new = map(list, zip(*wide.values(), strict=True))
-            lerp(narrow, new, 1.0, inplace=True)
-            for tensor, value in wide.values():
-                self.put(tensor, value)
+        for name, tensor in tensors.items():
+            if values[name] is not tensor:
+                self.put(tensor, values[name])
 
     def load(self, tensor: Tensor, value: Tensor) -> None:
         """Remember a copy of a value, in the form in which this tensor's average is held, if it is the tensor's."""

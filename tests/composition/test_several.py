@@ -64,9 +64,9 @@ def test_params_are_read_grouped_and_converted_once(dtype: torch.dtype, monkeypa
     """However many rules there are, in whatever nest: one flattening, one grouping, one conversion for all."""
     rules = {"a": EMA(0.5), "b": SWA(), "c": Several({"d": PowerEMA(2), "e": Every(EMA(0.75), 1)})}
     rule = Several(rules)
-    state = rule.init(params(0.0, dtype))
-    state = rule.update(params(1.0, dtype), state)  # the first one copies
-    new = params(2.0, dtype)
+    state = rule.init([params(0.0, dtype)])
+    state = rule.update([params(1.0, dtype)], state)  # the first one copies
+    new = [params(2.0, dtype)]
     grouped, flattened = [], []
     prepared, flatten = torch_kernel.prepared, trees.flatten
     monkeypatch.setattr(torch_kernel, "prepared", lambda *args: grouped.append(1) or prepared(*args))

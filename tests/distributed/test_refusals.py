@@ -130,13 +130,13 @@ def _refuses(averaged: AveragedModel, model: nn.Module, names: set[str]) -> None
     if not isinstance(next(averaged.module.parameters()), DTensor):
         forth, back = back, forth
     kept = averaged.state_dict(), model.state_dict()
-    with refused(error, rf"first\.\w+'\]: {forth}", *kept):
+    with refused(error, rf"tree\['[\w.]+'\]: {forth}", *kept):
         averaged.update_parameters(model)
-    with refused(error, rf"first\.\w+'\]: {back}", *kept):
+    with refused(error, rf"tree\['[\w.]+'\]: {back}", *kept):
         averaged.copy_to(model)
-    with refused(error, rf"first\.\w+'\]: {back}", *kept), functavg.swapped(model, averaged):
+    with refused(error, rf"tree\['[\w.]+'\]: {back}", *kept), functavg.swapped(model, averaged):
         pytest.fail("swapped")
-    with refused(error, rf"first\.\w+'\]: {forth}", *kept):
+    with refused(error, rf"tree\['[\w.]+'\]: {forth}", *kept):
         AveragedModel(model, module=like(averaged.module))
 
 

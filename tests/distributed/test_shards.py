@@ -181,7 +181,7 @@ def test_a_plain_tensor_against_shards_is_refused_both_ways(mesh: DeviceMesh) ->
 
 def test_an_average_that_is_not_sharded_says_so(mesh: DeviceMesh) -> None:
     plain = Net()
-    with pytest.raises(TypeError, match=r"first\.\w+'\]: expected a plain tensor, got a DTensor.*module="):
+    with pytest.raises(TypeError, match=r"tree\['[\w.]+'\]: expected a plain tensor, got a DTensor.*module="):
         AveragedModel(plain).update_parameters(sharded(plain, mesh))
 
 

@@ -53,7 +53,7 @@ def state_and_params(kind: str, rule: functavg.AveragingRule) -> tuple[functavg.
     make = (KINDS | SCALARS)[kind].make
 
     def edge(values: Any) -> dict[str, Any]:
-        tensor = torch.as_tensor(values)
+        tensor = torch.tensor(values)
         return {"t": tensor, "h": tensor.to(torch.bfloat16), "n": np.array(values)}
 
     def tree(values: Any) -> dict[str, Any]:

@@ -47,6 +47,42 @@ def test_every_rule_updates_a_shared_leaf_once(name: str, inplace: bool) -> None
     assert torch.equal(state.average["embedding"], alone.average)
 
 
+VIEWS = {"torch": torch.Tensor.detach, "numpy": np.ndarray.view, "parameter": torch.Tensor.detach}
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("library", MAKERS)
+def test_two_views_of_one_memory_are_one_array(library: str, inplace: bool) -> None:
+    """As those that state_dict returns for a tied weight."""
+
+    def viewed(value: float) -> dict[str, Any]:
+        leaf = MAKERS[library](value)
+        return {"embedding": leaf, "head": {"weight": VIEWS[library](leaf)}}
+
+    state = functavg.EMA(0.5).init(viewed(0.0))
+    assert state.average["embedding"] is state.average["head"]["weight"]
+    for value in (0.0, 1.0):
+        state = functavg.EMA(0.5).update(viewed(value), state, inplace=inplace)
+    assert state.average["embedding"] is state.average["head"]["weight"]
+    assert read(state.average["embedding"]).tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("library", MAKERS)
+def test_a_step_in_place_into_two_views_of_one_memory_is_one(library: str) -> None:
+    target = MAKERS[library](0.0)
+    functavg.lerp([target, VIEWS[library](target)], [MAKERS[library](1.0)] * 2, 0.5, inplace=True)
+    assert read(target).tolist() == [0.5, 0.5]
+    with pytest.raises(ValueError, match=r"tree\[0\] and tree\[1\] share one array"):
+        functavg.lerp([target, VIEWS[library](target)], [MAKERS[library](1.0), MAKERS[library](1.0)], 0.5, inplace=True)
+    assert read(target).tolist() == [0.5, 0.5]
+
+
+def test_parts_of_one_memory_are_arrays_of_their_own() -> None:
+    flat, new = torch.zeros(6), torch.ones(6)
+    functavg.lerp([flat[:3], flat[3:], flat[:0]], [new[:3], new[3:], new[:0]], 0.5, inplace=True)
+    assert flat.tolist() == [0.5] * 6
+
+
 @pytest.mark.parametrize("library", MAKERS)
 def test_where_the_params_no_longer_share_a_pure_update_parts_the_leaves(library: str) -> None:
     make = MAKERS[library]
@@ -68,7 +104,8 @@ def test_where_the_params_no_longer_share_an_update_in_place_names_both(library:
     with pytest.raises(
         ValueError,
         match=r"tree\['embedding'\] and tree\['head'\]\['weight'\] share one array in the average, but not in the "
-        r"params; an update in place would mix them. Update with inplace=False, which parts them, or start anew",
+        r"params; a step in place would mix them. Tie them in the params, or part them in the average: an update with "
+        r"inplace=False does",
     ):
         rule.update({"embedding": make(1.0), "head": {"weight": make(2.0)}}, state, inplace=True)
     assert read(state.average["embedding"]).tolist() == [0.0, 0.0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import functavg
-from functavg.kernels import torch as kernel
+from functavg.kernels.torch import staging, steps
 
 WEIGHTS = [0.0, 1e-4, 0.5, 0.75, 1.0]
 SHAPES = [(4, 3, 2, 5), (7,), (), (0,), (3, 0), (1, 1), (33, 2), (1000,)]
@@ -65,7 +65,7 @@ def identical(left: torch.Tensor, right: torch.Tensor) -> bool:
 def assert_like_the_reference(olds: list[Any], news: list[Any], weight: float) -> None:
     floats = olds[0].dtype.is_floating_point or olds[0].dtype.is_complex
     reference = [
-        kernel.outside_autograd(kernel.lerp_leaf)(
+        steps.outside_autograd(steps.lerp_leaf)(
             old.clone(), new.clone(), weight if floats or weight == 0 else 1, inplace=False
         )
         for old, new in zip(olds, news, strict=True)
@@ -86,7 +86,7 @@ def test_grouped_steps_are_the_bits_of_single_ones(
     old: torch.dtype, new: torch.dtype, form: str, stage: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if stage is not None:
-        monkeypatch.setattr(kernel, "STAGE", stage)
+        monkeypatch.setattr(staging, "STAGE", stage)
     for weight in WEIGHTS:
         olds = [noise(shape, old) for shape in SHAPES]
         news = [FORMS[form](noise(shape, new, seed=1)) for shape in SHAPES]
@@ -99,7 +99,7 @@ def test_grouped_steps_are_the_bits_of_single_ones(
 def test_averages_of_any_strides_keep_them(
     dtypes: Any, alike: bool, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "STAGE", 7)
+    monkeypatch.setattr(staging, "STAGE", 7)
     for weight in WEIGHTS:
         olds = [FORMS[form](noise(shape, dtypes[0])) for shape in SHAPES if 0 not in shape]
         news = [noise(shape, dtypes[1], seed=1) for shape in SHAPES if 0 not in shape]
@@ -133,7 +133,7 @@ def test_a_mixed_list_is_grouped_by_dtype_and_keeps_its_order() -> None:
 def test_a_leaf_larger_than_the_stage_is_taken_in_pieces_no_larger(
     shape: tuple[int, ...], order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "STAGE", 8)
+    monkeypatch.setattr(staging, "STAGE", 8)
     size = torch.Size(shape).numel()
     whole = torch.arange(float(size)).view(shape)
     other = {
@@ -142,7 +142,7 @@ def test_a_leaf_larger_than_the_stage_is_taken_in_pieces_no_larger(
         "strided": torch.stack([whole, whole], -1)[..., 0],
     }[order]
     seen = []
-    for pieces in kernel._pieces((whole, other)):
+    for pieces in staging._pieces((whole, other)):
         assert torch.equal(*pieces)
         assert pieces[0].numel() <= 8
         assert pieces[0].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
@@ -151,12 +151,12 @@ def test_a_leaf_larger_than_the_stage_is_taken_in_pieces_no_larger(
 
 
 def test_batches_fill_the_stage_and_never_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "STAGE", 8)
+    monkeypatch.setattr(staging, "STAGE", 8)
     leaves = [torch.zeros(size) for size in (3, 3, 3, 0, 20, 1)]
-    sizes = [sum(map(torch.numel, news)) for _, news in kernel._batches([leaves], leaves)]
+    sizes = [sum(map(torch.numel, news)) for _, news in staging.batches([leaves], leaves)]
     assert max(sizes) <= 8
     assert sum(sizes) == 30
-    assert list(kernel._batches([[]], [])) == []
+    assert list(staging.batches([[]], [])) == []
 
 
 @pytest.mark.parametrize("weight", [0.0, 1e-4, 0.5, 1.0])

@@ -106,9 +106,9 @@ def test_copy_to_writes_the_shards():
 
 def test_what_is_sharded_and_what_is_not_do_not_mix():  # M5
     whole, shards = AveragedModel(plain()), AveragedModel(sharded(), module=sharded())
-    with pytest.raises(TypeError, match=r"0\.bias.*expected a plain tensor, got a DTensor.*module="):
+    with pytest.raises(TypeError, match=r"0\.weight.*expected a plain tensor, got a DTensor.*module="):
         whole.update_parameters(sharded())
-    with pytest.raises(TypeError, match=r"0\.bias.*expected a DTensor, got a plain tensor"):
+    with pytest.raises(TypeError, match=r"0\.weight.*expected a DTensor, got a plain tensor"):
         shards.update_parameters(plain())
     assert whole.n_averaged.item() == shards.n_averaged.item() == 0
 

@@ -1,0 +1,51 @@
+"""Whether tensors hold a NaN or an infinity."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from functavg.kernels import dtensor, dtypes
+from functavg.kernels.torch.groups import is_transformed, kind_of
+from functavg.kernels.torch.staging import batches
+from functavg.kernels.torch.steps import outside_autograd
+
+
+@outside_autograd
+def finite(leaves: list[Tensor]) -> Tensor | bool:
+    """Return whether real and complex leaves hold no NaN and no infinity, as a 0-d tensor; ``True`` if there are none.
+
+    Both show in the extrema of a leaf, which take one pass and no temporary.
+    """
+    grouped = not is_transformed()
+    groups: dict[Any, list[Tensor]] = {}
+    for leaf in map(dtensor.local, leaves):
+        if leaf.numel() > 0:
+            groups.setdefault((leaf.dtype, leaf.device, type(leaf) in (Tensor, Parameter)), []).append(leaf)
+    flags = [
+        torch.stack(_extrema(group, grouped and plain)).isfinite().all()
+        for (_, device, plain), group in groups.items()
+        if kind_of(group[0]) in (dtypes.REAL, dtypes.COMPLEX) and device.type != "meta"
+    ]
+    flag = functools.reduce(lambda flag, other: flag & other.to(flag.device), flags) if flags else True
+    return dtensor.agreed(flag, leaves)
+
+
+def _extrema(leaves: list[Tensor], grouped: bool) -> list[Tensor]:
+    """Return numbers, not finite if an element of the leaves is not: norms on CUDA, elsewhere smallest and largest.
+
+    On a CPU those take a sixth of the time of the norm. Small leaves are looked at together, as they cost a call each.
+    """
+    if leaves[0].is_complex():
+        leaves = [torch.view_as_real(leaf.resolve_conj()) for leaf in leaves]
+    narrow = leaves[0].dtype.itemsize == 1  # no reduction knows float8
+    if grouped and leaves[0].is_cuda and not narrow:
+        return list(torch._foreach_norm(leaves, torch.inf))
+    if grouped and not narrow:
+        found = (batch for _, batch in batches([], leaves))
+        leaves = [batch[0] if len(batch) == 1 else torch._C._nn.flatten_dense_tensors(batch) for batch in found]
+    return [number for leaf in leaves for number in torch.aminmax(leaf.to(torch.bfloat16) if narrow else leaf)]

@@ -1,0 +1,177 @@
+"""Which tensors fit together, and which of them go into one call."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
+
+from functavg.kernels import dtensor, dtypes
+from functavg.scalars import is_compiling
+
+# Asked for each leaf at each update, which names are too slow for.
+_KINDS = {
+    dtype: dtypes.kind_of(dtypes.name_of(dtype)) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
+_PLAIN = {Tensor, Parameter}
+
+# Attributes of thousands of tensors are read in loops of C.
+_shape, _dtype, _device, _layout = map(operator.attrgetter, ("shape", "dtype", "device", "layout"))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Leaves of one dtype and device: for each average its tensors, and the new ones."""
+
+    indices: Sequence[int]
+    averages: list[list[Tensor]]
+    news: list[Tensor]
+    alike: bool
+    """Whether the new tensors have the dtype and the device of all the averages."""
+    foreach: bool
+    """Whether the grouped kernels know these tensors; elsewhere each leaf is a call of its own."""
+    wholes: list[list[Tensor]] | None = None
+    """The DTensors of which ``averages`` are the shards."""
+
+
+def kind_of(leaf: Tensor) -> int | None:
+    """Return BOOL, INTEGER, REAL or COMPLEX, and None for what cannot be averaged."""
+    return _KINDS.get(leaf.dtype)
+
+
+def refusal(leaf: Any) -> str | None:
+    """Return why a tensor cannot be averaged, or None."""
+    if isinstance(leaf, (UninitializedBuffer, UninitializedParameter)):  # is_lazy does not go through torch.compile
+        return "an uninitialised (lazy) parameter; run one forward pass first"
+    if leaf.is_nested:
+        return "a nested tensor; average its components"
+    if leaf.layout != torch.strided:
+        return f"a tensor of layout {leaf.layout}; only dense tensors can be averaged (Tensor.to_dense makes one)"
+    if kind_of(leaf) is None:
+        return f"a tensor of dtype {leaf.dtype}; dequantise or unpack it first"
+    return None
+
+
+def is_transformed() -> bool:
+    """Tell whether a transform is at work that has no rule for the grouped kernels: a compiler, vmap."""
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def identities(leaves: Sequence[Any]) -> Sequence[Hashable]:
+    """Return what is equal for tensors in one place of memory: two objects may be one weight, as in a state_dict."""
+    if is_compiling():  # which would take numbers for constants
+        return leaves
+    if is_transformed():
+        return list(map(id, leaves))
+    if set(map(type, leaves)) <= _PLAIN:
+        with contextlib.suppress(RuntimeError):  # sparse tensors have no one place
+            pointers = set(map(Tensor.data_ptr, leaves))
+            if len(pointers) == len(leaves):
+                return range(len(leaves))
+    return list(map(_identity, leaves))
+
+
+def _identity(leaf: Any) -> Hashable:
+    if type(leaf) in _PLAIN and leaf.layout == torch.strided and leaf.data_ptr() != 0:
+        return leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()
+    return id(leaf)
+
+
+def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], str]) -> list[Group]:
+    """Return the groups of leaves that belong into one call each.
+
+    Raises:
+        TypeError, ValueError: a new leaf cannot go into an average; the message names it.
+    """
+    lists = [*averages, news]
+    transformed = is_transformed()
+    alike = not transformed and _are_alike(lists)
+    shards = None if alike or transformed else dtensor.shards(lists)
+    if shards is not None:
+        return [
+            replace(group, wholes=[[olds[index] for index in group.indices] for olds in averages])
+            for group in prepared(shards[:-1], shards[-1], where)
+        ]
+    if alike:
+        places = _places(lists, (_dtype, _device))
+        _check_all(lists, [indices[0] for indices in places], where)  # what else is checked is the same in a group
+    else:
+        _check_all(lists, range(len(news)), where)
+        places = [[index] for index in range(len(news))] if transformed else _places(lists, (type, _dtype, _device))
+    if len(places) == 1:
+        return [_group(places[0], lists, transformed)]
+    return [
+        _group(indices, [[leaves[index] for index in indices] for leaves in lists], transformed) for indices in places
+    ]
+
+
+def are_twins(olds: list[Any], news: list[Any]) -> bool:
+    """Tell, faster than leaf by leaf, whether tensors that can be averaged have the shapes and dtypes of others."""
+    if not _are_alike([olds, news]) or list(map(_dtype, olds)) != list(map(_dtype, news)):
+        return False
+    return all(_KINDS.get(dtype) is not None for dtype in set(map(_dtype, olds)))
+
+
+def _are_alike(lists: list[list[Any]]) -> bool:
+    """Tell, faster than leaf by leaf, whether all lists hold plain dense tensors, and those of the same shapes."""
+    if not all(set(map(type, leaves)) <= _PLAIN for leaves in lists):
+        return False
+    try:
+        shapes = list(map(_shape, lists[0]))
+        return all(list(map(_shape, leaves)) == shapes for leaves in lists[1:]) and {
+            layout for leaves in lists for layout in map(_layout, leaves)
+        } == {torch.strided}
+    except RuntimeError:  # a nested tensor, which has no shape
+        return False
+
+
+def _places(lists: list[list[Any]], facts: Sequence[Callable[[Any], Hashable]]) -> list[Sequence[int]]:
+    """Return the places of the leaves that have these facts in common in all lists."""
+    if all(len(set(map(fact, leaves))) == 1 for leaves in lists for fact in facts):
+        return [range(len(lists[0]))]
+    places: dict[Hashable, list[int]] = {}
+    for index, key in enumerate(zip(*[map(fact, leaves) for leaves in lists for fact in facts], strict=True)):
+        places.setdefault(key, []).append(index)
+    return list(places.values())
+
+
+def _group(indices: Sequence[int], lists: list[list[Any]], transformed: bool) -> Group:
+    first = [leaves[0] for leaves in lists]
+    alike = all(leaf.dtype == first[0].dtype and leaf.device == first[0].device for leaf in first)
+    wholes = None
+    if dtensor.is_sharded(first[0]) and not transformed:
+        wholes = lists[:-1]
+        lists = [[dtensor.local(leaf) for leaf in leaves] for leaves in lists]
+    plain = all(type(leaves[0]) in _PLAIN for leaves in lists)
+    return Group(indices, lists[:-1], lists[-1], alike, foreach=plain and not transformed, wholes=wholes)
+
+
+def _check_all(lists: list[list[Any]], indices: Iterable[int], where: Callable[[int], str]) -> None:
+    *averages, news = lists
+    for index in indices:
+        for olds in averages:
+            _check(olds[index], news[index], functools.partial(where, index))
+
+
+def _check(average: Any, new: Any, where: Callable[[], str]) -> None:
+    if not isinstance(new, Tensor):
+        raise TypeError(f"{where()}: expected a torch tensor, got {type(new).__name__}")
+    reason = refusal(average) or refusal(new)
+    if reason is not None:
+        raise TypeError(f"{where()}: expected a dense tensor, got {reason}")
+    dtensor.check(average, new, where)
+    if average.shape != new.shape:
+        hint = "a parameter of size 0 is one that an engine has partitioned away, gather it first"
+        raise ValueError(
+            f"{where()}: expected shape {tuple(average.shape)}, got {tuple(new.shape)}; "
+            + (hint if 0 in (average.numel(), new.numel()) else "nothing is broadcast")
+        )
+    if (kind_of(new) or 0) > (kind_of(average) or 0):
+        raise TypeError(f"{where()}: expected {average.dtype} or what it can hold, got {new.dtype}")

@@ -1,0 +1,161 @@
+"""Steps ``a + w (x - a)`` over groups of tensors, and new tensors to start from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from functavg.kernels import dtensor, dtypes
+from functavg.kernels.torch.groups import Group, kind_of
+from functavg.kernels.torch.staging import write, write_staged
+from functavg.scalars import is_host
+from functavg.state import Weight
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def outside_autograd(fn: Callable[P, R]) -> Callable[P, R]:
+    """Run a function without autograd, and outside inference mode, in which a new tensor could never leave it."""
+
+    @functools.wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.inference_mode(False), torch.no_grad():
+            return fn(*args, **kwargs)
+
+    return run
+
+
+# ---- new tensors
+
+
+@outside_autograd
+def copied(leaf: Tensor, dtype: str | None, device: Any) -> Tensor:
+    """Return a new dense tensor of the values of ``leaf``, in the dtype that its average is held in."""
+    held = dtypes.named(torch, dtypes.held_in(dtypes.name_of(leaf.dtype), dtype))
+    return leaf.detach().resolve_conj().resolve_neg().to(device=device, dtype=held, copy=True)
+
+
+@outside_autograd
+def cast(leaf: Tensor, like: Tensor) -> Tensor:
+    """Return ``leaf`` with the dtype and the device of ``like``; itself where it has them."""
+    return leaf.to(device=like.device, dtype=like.dtype)
+
+
+# ---- steps
+
+
+@outside_autograd
+def lerp(groups: list[Group], weights: list[Weight], inplace: bool) -> list[list[Any]]:
+    """Return, for each average, its leaves after the step ``a + w (x - a)`` with its weight.
+
+    A weight of exactly 1 copies, one of exactly 0 does nothing; integers and bools take the newest value. Lists beyond
+    the weights take the rounding of the first average.
+    """
+    if len(groups) == 1:
+        return _lerp_group(groups[0], weights, inplace)
+    results: list[list[Any]] = [[None] * sum(len(group.indices) for group in groups) for _ in weights]
+    for group in groups:
+        for result, leaves in zip(results, _lerp_group(group, weights, inplace), strict=True):
+            for index, leaf in zip(group.indices, leaves, strict=True):
+                result[index] = leaf
+    return results
+
+
+def _lerp_group(group: Group, weights: list[Weight], inplace: bool) -> list[list[Tensor]]:
+    steps = [(olds, _weight_of(weight, olds[0])) for olds, weight in zip(group.averages, weights, strict=False)]
+    return unsharded(group, _step(group, steps, group.averages[len(weights) :], inplace))
+
+
+def unsharded(group: Group, results: list[list[Tensor]]) -> list[list[Tensor]]:
+    """Return the DTensors of which a group's results are the shards, those of the group where they were written to."""
+    if group.wholes is None:
+        return results
+    return [
+        wholes
+        if shards is olds
+        else [
+            whole if shard is old else dtensor.like(shard, whole)
+            for shard, old, whole in zip(shards, olds, wholes, strict=True)
+        ]
+        for shards, olds, wholes in zip(results, group.averages, group.wholes, strict=False)
+    ]
+
+
+def _weight_of(weight: Weight, leaf: Tensor) -> Weight:
+    """Return the weight for leaves like this one: an integer that moves at all takes the newest value."""
+    if is_host(weight) and weight != 0 and kind_of(leaf) in (dtypes.BOOL, dtypes.INTEGER):
+        return 1
+    return weight
+
+
+def _step(
+    group: Group, steps: list[tuple[list[Tensor], Weight]], narrow: list[list[Tensor]], inplace: bool
+) -> list[list[Tensor]]:
+    if not group.foreach or not all(is_host(weight) for _, weight in steps):
+        results = [
+            [lerp_leaf(old, new, weight, inplace) for old, new in zip(olds, group.news, strict=True)]
+            for olds, weight in steps
+        ]
+        for roundings in narrow:
+            for rounding, leaf in zip(roundings, results[0], strict=True):
+                written(rounding, leaf)
+        return results
+    if group.alike and not inplace:
+        return [_new_list(olds, group.news, weight) for olds, weight in steps]
+    if not inplace:
+        steps = [([old.clone() for old in olds] if weight != 0 else olds, weight) for olds, weight in steps]
+    moving = [(olds, weight) for olds, weight in steps if weight != 0]
+    with torch.inference_mode():  # spares the dispatcher's bookkeeping; versions still bump
+        if group.alike or all(weight == 1 for _, weight in moving):
+            for olds, weight in moving:
+                write(olds, group.news, weight)
+            for roundings in narrow:
+                torch._foreach_copy_(roundings, steps[0][0])
+        else:
+            write_staged(moving, group.news, narrow)
+    return [olds for olds, _ in steps]
+
+
+def lerp_leaf(old: Tensor, new: Tensor, weight: Weight, inplace: bool) -> Tensor:
+    """Return one leaf after the step: the readable reference of the grouped paths, and the path of transforms."""
+    if not is_host(weight):
+        return _lerp_leaf_selected(old, new, weight, inplace)
+    if weight == 0:
+        return old
+    if weight == 1:
+        return written(old, new) if inplace else new.to(old.device, old.dtype, copy=True)
+    result = torch.lerp(old, new.to(old.device, old.dtype), weight)  # vmap has no rule for lerp_
+    return written(old, result) if inplace else result
+
+
+def _lerp_leaf_selected(old: Tensor, new: Tensor, weight: Tensor, inplace: bool) -> Tensor:
+    """Return one leaf after a step whose weight only the device knows."""
+    weight = weight.to(old.device)
+    if kind_of(old) in (dtypes.BOOL, dtypes.INTEGER):
+        result = torch.where(weight == 0, old, new.to(old.device, old.dtype))
+    else:
+        low = not old.is_complex() and old.dtype.itemsize < 4
+        start = old.to(torch.float32) if low else old
+        new = new.to(old.device, start.dtype)
+        moved = torch.lerp(start, new, weight.to(start.dtype))
+        result = torch.where(weight == 1, new, torch.where(weight == 0, start, moved)).to(old.dtype)
+    return written(old, result) if inplace else result
+
+
+def written(old: Tensor, new: Tensor) -> Tensor:
+    """Write into a tensor and return it."""
+    old.detach().copy_(new)  # detached, as tensors made in inference mode cannot be written to outside it
+    return old
+
+
+def _new_list(olds: list[Tensor], news: list[Tensor], weight: float) -> list[Tensor]:
+    if weight == 0:
+        return olds
+    if weight == 1:
+        return [torch.empty_like(old, requires_grad=False).copy_(new) for old, new in zip(olds, news, strict=True)]
+    return list(torch._foreach_lerp(olds, news, weight))
