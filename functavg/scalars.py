@@ -104,6 +104,22 @@ def beside(count: Count, other: Count) -> Count:
     return count if is_host(other) or not is_host(count) else _full(other, count, other.dtype)
 
 
+def written(old: Any, new: Any) -> Any:
+    """Return ``new``, written into ``old`` where both are counts in 0-d torch tensors of one device.
+
+    A CUDA graph that was captured goes on from there when it is replayed. To another device it would be a copy that
+    the host waits for.
+    """
+    torch = sys.modules.get("torch")
+    if new is old or torch is None or not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)):
+        return new
+    if old.device != new.device or not _is_integer_array(old):
+        return new
+    with torch.inference_mode(not is_compiling()):  # a count made in inference mode can be written to nowhere else
+        old.copy_(new)
+    return old
+
+
 def exp(x: Weight) -> Weight:
     """Return e^x."""
     return math.exp(x) if is_host(x) else _library(x).exp(x)
@@ -127,6 +143,11 @@ def log1p(x: Weight) -> Weight:
 def cos(x: Weight) -> Weight:
     """Return the cosine."""
     return math.cos(x) if is_host(x) else _library(x).cos(x)
+
+
+def sin(x: Weight) -> Weight:
+    """Return the sine."""
+    return math.sin(x) if is_host(x) else _library(x).sin(x)
 
 
 def minimum(x: Weight, y: Weight) -> Weight:
@@ -163,6 +184,13 @@ def one_minus_power(base: Weight, exponent: Weight) -> Weight:
     return -expm1(exponent * log(base))
 
 
+def compounded(rate: Weight, exponent: Weight) -> Weight:
+    """Return 1 - (1 - rate)^exponent for a rate in [0, 1], without forming 1 - rate; exact at the exponent 1."""
+    if is_host(exponent) and exponent == 1:
+        return rate
+    return -expm1(exponent * log1p(-rate))
+
+
 def _library(*values: Any) -> Any:
     array = next(value for value in values if not is_host(value))
     torch = sys.modules.get("torch")
@@ -176,11 +204,13 @@ def _is_torch(library: Any) -> bool:
 
 
 def _together(x: Any, y: Any) -> tuple[Any, Any]:
-    """Return both as arrays, where one may be a host number."""
-    if is_host(x):
-        return _full(y, x, y.dtype), y
-    if is_host(y):
-        return x, _full(x, y, x.dtype)
+    """Return two, of which one may be a host number, as what a function of two arrays takes.
+
+    Only torch takes no numbers. To JAX a number says nothing of its dtype, and so it ends no weak type of the other,
+    such as a count that was a host number has: that would trace anew.
+    """
+    if _is_torch(_library(x, y)):
+        return (_full(y, x, y.dtype) if is_host(x) else x), (_full(x, y, x.dtype) if is_host(y) else y)
     return x, y
 
 

@@ -34,7 +34,7 @@ class AverageState(NamedTuple, Generic[T]):
     Attributes:
         count: how much has been averaged, in the rule's unit (steps); 0 means nothing yet. A host ``int``: neither
             reading nor writing it touches a device. A 0-d integer array may stand in its place; the weight of an
-            update is then computed with it, on its device.
+            update is then computed with it, on its device, and an update in place writes to it if it is a torch tensor.
         average: the average, with the structure of the params. Always usable as weights, it needs no read-out.
         memory: whatever else the rule remembers, of one structure from ``init`` on; ``()`` for every weight rule.
 

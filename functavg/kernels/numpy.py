@@ -155,15 +155,15 @@ def _lerp_leaf(old: Array, new: Array, weight: float, inplace: bool) -> Array:
 
 def _lerp_block(old: Array, new: Array, weight: float, scratch: Array) -> None:
     """Write one step into a block, in the form that is exact at its nearer end."""
-    scratch[...] = new  # converts
+    new = new.astype(old.dtype, copy=False)
     if weight < 0.5:
-        np.subtract(scratch, old, out=scratch)
+        np.subtract(new, old, out=scratch)
         np.multiply(scratch, weight, out=scratch)
         np.add(old, scratch, out=old)
     else:
-        np.subtract(scratch, old, out=old)
-        np.multiply(old, 1 - weight, out=old)
-        np.subtract(scratch, old, out=old)
+        np.subtract(old, new, out=scratch)
+        np.multiply(scratch, 1 - weight, out=scratch)
+        np.add(new, scratch, out=old)
 
 
 def _blocks(old: Array, new: Array) -> Iterator[tuple[Array, Array]]:

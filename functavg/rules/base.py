@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from functavg import trees
 from functavg.plan import Lerp, copied, run
-from functavg.scalars import beside, check_count, lift
+from functavg.scalars import beside, check_count, is_host, lift, written
 from functavg.state import AverageState, Count, PyTree, T, Weight
 
 
@@ -68,8 +69,9 @@ class AveragingRule(ABC):
                 devices may differ.
             state: the state before.
             steps: the number of steps since the last update, a positive integer. Default: 1.
-            inplace: whether to reuse the memory of the average. ``state`` must then not be used again.
-                Default: ``False``, which leaves ``state`` as it is; what did not change is shared with it.
+            inplace: whether to reuse the memory of the average, and of counts that are 0-d torch tensors. ``state``
+                must then not be used again. Default: ``False``, which leaves ``state`` as it is; what did not change
+                is shared with it.
 
         Returns:
             The next state.
@@ -79,7 +81,7 @@ class AveragingRule(ABC):
                 changed then.
         """
         result: AverageState[T] = run(planned(self, params, state, steps), inplace=inplace)
-        return result
+        return result if not inplace or is_host(state.count) else _counted_in_place(state, result)
 
 
 def planned(rule: AveragingRule, params: PyTree, state: AverageState[Any], steps: Count) -> AverageState[Any]:
@@ -95,6 +97,18 @@ def planned(rule: AveragingRule, params: PyTree, state: AverageState[Any], steps
         raise TypeError("update(params, state): params must be a tree of arrays, got an AverageState")
     state = state._replace(count=check_count(state.count, "state.count", 0))
     return rule.plan(params, state, check_count(steps, "steps", 1))
+
+
+def _counted_in_place(before: AverageState[T], after: AverageState[T]) -> AverageState[T]:
+    """Return the state ``after`` with its counts in the memory of those ``before``, where they can be written to.
+
+    They come last: whatever fails has left the count as it was.
+    """
+    olds, old_spec = trees.flatten(before.memory)
+    news, spec = trees.flatten(after.memory)
+    by_path = dict(zip(old_spec.paths(), olds, strict=True))  # a memory that was loaded may have other containers
+    memory = [written(by_path.get(path), new) for path, new in zip(spec.paths(), news, strict=True)]
+    return AverageState(written(before.count, after.count), after.average, trees.unflatten(spec, memory))
 
 
 def divided(rule: AveragingRule, state: AverageState[Any], least: int = 0) -> tuple[Count, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from functavg import units
 from functavg.rules.base import WeightRule
-from functavg.scalars import check_weight, is_host, one_minus_power, where
+from functavg.scalars import check_weight, compounded, is_host, one_minus_power, where
 from functavg.state import Weight
 
 
@@ -25,7 +25,8 @@ class EMA(WeightRule):
     * with a callable ``decay``: ``1 - decay(u)^D`` of ``u = n + D >= 1``, at ``n = 0`` too.
 
     Args:
-        decay: the decay per step in [0, 1], or a callable of ``u``. Default: 0.999.
+        decay: the decay per step in [0, 1], or a callable of ``u``; if it has a method ``complement(u)``, which gives
+            ``1 - decay(u)`` without cancellation, weights on a device come from that. Default: 0.999.
         debias: whether to weigh as an EMA divided by its total weight. Default: ``False``.
 
     Raises:
@@ -68,7 +69,11 @@ class EMA(WeightRule):
     def weight(self, count: Weight, steps: Weight) -> Weight:
         """Return the weight of the newest iterate (see the class)."""
         if callable(self.decay):
-            decay = check_weight(self.decay(count + steps), "decay(u)")
+            u = count + steps
+            # In float32 a decay near 1 has lost the digits of its weight.
+            if not is_host(u) and hasattr(self.decay, "complement"):
+                return compounded(check_weight(self.decay.complement(u), "1 - decay(u)"), steps)
+            decay = check_weight(self.decay(u), "decay(u)")
             return one_minus_power(units.check_decay(decay, "decay(u)") if is_host(decay) else decay, steps)
         if not self.debias:
             return where(count == 0, 1.0, one_minus_power(self.decay, steps))

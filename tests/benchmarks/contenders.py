@@ -15,6 +15,8 @@ from functavg import swa_utils
 from tests.benchmarks.measure import Work
 
 DECAY = 0.999
+PEERS = ("torch EMA multi", "torch EMA avg_fn", "ema-pytorch foreach", "torch_ema", "optax, jit and donation")
+"""Those that average by the same EMA, where they are installed."""
 
 
 def of_module(model: nn.Module) -> dict[str, Work]:

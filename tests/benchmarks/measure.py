@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Work = Callable[[], Any]
@@ -77,6 +78,13 @@ def counted_host_reads() -> Iterator[list[str]]:
 
     with Counter():
         yield reads
+
+
+def kernel_launches(work: Work) -> int:
+    """Return how many kernels the work launches on CUDA."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        work()
+    return sum(event.count for event in profiler.key_averages() if event.key.startswith("cudaLaunchKernel"))
 
 
 def _synchronize() -> None:

@@ -19,12 +19,24 @@ from hypothesis import strategies as st
 
 import functavg
 from tests import oracle
-from tests.tables import RULES
+from tests.tables import ALIKE, RULES
 
 Update = tuple[int, Mapping[str, np.ndarray]]
 """The steps since the last update, and the params."""
 
 SHAPES = {"a": (2,), "b": (), "c": (2, 3)}
+
+# Every rule and combinator that takes a count on a device.
+ON_DEVICE: dict[str, Any] = {name: name for name in RULES if name not in ALIKE} | {
+    "Every": ("every", 2, 0, "EMA"),
+    "Every-late": ("every", 2, 3, "SWA"),
+    "Every-LAWA": ("every", 2, 0, "LAWA"),
+    "SkipNonFinite": ("skip", "PowerEMA"),
+    "Several": ("several", {"fast": "EMA-debias", "slow": "SWA"}),
+    "Several-one": ("several", {"only": "EMA-callable"}),
+    "Partition": ("partition", {"x": "EMA", "y": "LAWA", "unused": "SWA"}, {"a": "x", "b": "y", "c": "x"}),
+    "deep": ("every", 2, 0, ("skip", ("several", {"p": "EMA", "q": ("every", 3, 0, "SWA")}))),
+}
 
 
 def rule_of(nest: Any) -> functavg.AveragingRule:

@@ -19,19 +19,24 @@ PNG = b"\x89PNG\r\n\x1a\n"
 RUNS = {
     "quickstart": (["--epochs", "2", "--output", "curves.png"], ["raw", "SWA", "EMA", "accuracy", "loss"]),
     "functional": (["--epochs", "1"], ["test accuracy, raw", "test accuracy, EMA", "75 steps averaged"]),
+    "jax_loop": (["--epochs", "2"], ["raw", "SWA", "EMA", "accuracy", "loss"]),
     "numpy_only": (["--epochs", "2"], ["last iterate", "SWA()", "torch was not imported"]),
     "custom_avg_fn": ([], ["3.125  AvgFn(", "12.000  MultiAvgFn(", "7.188  MeanThenEMA("]),
     "several_averages": (["--steps", "150"], ["raw", "half-life 20", "half-life 500", "last 5 snapshots"]),
-    "fsdp2": (
-        ["--steps", "40"],
-        ["2 ranks", "raw", "EMA", "resumed at step 20", "at step 40", "the same bits"],
-    ),
+    "fsdp2": (["--steps", "40"], ["2 ranks", "raw", "EMA", "resumed at step 20", "at step 40", "the same bits"]),
     "posthoc": (["--steps", "300"], ["8 snapshots", "0.05", "0.10", "best"]),
 }
 # Examples for several processes, which a launcher starts.
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 LAUNCHED = {"fsdp2"}
-PICTURES = {"quickstart": ["curves.png"], "several_averages": ["several_averages.png"], "posthoc": ["posthoc.png"]}
+PICTURES = {
+    "quickstart": ["curves.png"],
+    "jax_loop": ["jax_loop.png"],
+    "several_averages": ["several_averages.png"],
+    "posthoc": ["posthoc.png"],
+}
+NEEDS = {"jax_loop": "jax"}
+"""A library that an example is about, and is skipped without."""
 
 
 def run(name: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -57,6 +62,7 @@ def test_every_example_is_run_here():
 
 @pytest.mark.parametrize("name", RUNS)
 def test_an_example_runs_and_prints_its_results(name, tmp_path):
+    pytest.importorskip(NEEDS.get(name, "functavg"))
     options, expected = RUNS[name]
     done = run(name, *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -75,11 +81,13 @@ def test_an_example_runs_and_prints_its_results(name, tmp_path):
     [
         ("fsdp2", ["--steps", "3"], "--steps must be at least 4, got 3"),
         ("quickstart", ["--epochs", "0"], "--epochs must be at least 1, got 0"),
+        ("jax_loop", ["--epochs", "0"], "--epochs must be at least 1, got 0"),
         ("several_averages", ["--steps", "74"], "--steps must be at least 75, got 74"),
         ("posthoc", ["--steps", "74"], "--steps must be at least 75, got 74"),
     ],
 )
 def test_an_example_refuses_a_run_too_short_to_show_anything(name, options, message, monkeypatch, capsys):
+    pytest.importorskip(NEEDS.get(name, "functavg"))
     monkeypatch.setattr(sys, "argv", [name, *options])
     main = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
     with pytest.raises(SystemExit, match="2"):

@@ -1,4 +1,4 @@
-"""Weight rules go through jax.jit, lax.scan, vmap and donation, and give what they give eagerly."""
+"""Rules go through jax.jit, lax.scan, vmap and donation, and give what they give eagerly."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 
 import functavg
 from functavg import AverageState
+from tests import oracle
+from tests.composition import nests
 from tests.tables import ALIKE, RULES, WEIGHT_RULES, read
 
 jax = pytest.importorskip("jax")
@@ -67,6 +69,149 @@ def test_scan_carries_the_state(name: str) -> None:
     state, counts = jax.lax.scan(lambda state, params: ((new := rule.update(params, state)), new.count), state, stream)
     assert counts.tolist() == [1, 2, 3, 4]
     assert_equal(state.average, eager_run(rule).average)
+
+
+# ---- combinators, against the oracle of nests
+
+COMBINED = [name for name in nests.ON_DEVICE if name not in RULES or name == "LAWA"]
+STEPS = [1, 2, 1, 3, 1, 4]
+
+
+def iterates() -> list[Any]:
+    """Return what ``init`` sees and the iterates of a run, as numpy arrays of float32; the third one has a NaN."""
+    stream = [jax.tree_util.tree_map(np.float32, nests.iterate(seed)) for seed in range(len(STEPS) + 1)]
+    stream[3]["b"] = np.float32(np.nan)
+    return stream
+
+
+def assert_of_nest(state: Any, nest: Any, steps: list[int]) -> None:
+    """Assert that a state is what the oracle says of the stream."""
+    first, *stream = iterates()
+    told = list(zip(steps, stream, strict=True))
+    assert int(state.count) == nests.count(nest, list(first), told)
+    jax.tree_util.tree_map(
+        lambda got, wanted: np.testing.assert_allclose(got, wanted, rtol=2e-6),
+        state.average,
+        nests.average(nest, first, told),
+    )
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_a_jitted_combinator_traces_once(name: str) -> None:
+    """From host counts on: no type of a count changes from the first update to the second."""
+    rule = nests.rule_of(nests.ON_DEVICE[name])
+    traces = []
+
+    @jax.jit
+    def step(params: Any, state: Any, steps: Any) -> Any:
+        traces.append(1)
+        return rule.update(params, state, steps=steps)
+
+    first, *stream = jax.tree_util.tree_map(jnp.asarray, iterates())
+    state = rule.init(first)
+    for steps, params in zip(STEPS, stream, strict=True):
+        state = step(params, state, steps)
+    assert_of_nest(state, nests.ON_DEVICE[name], STEPS)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_scan_carries_the_state_of_a_combinator(name: str) -> None:
+    """Also one whose counts are host numbers still."""
+    rule = nests.rule_of(nests.ON_DEVICE[name])
+    first, *stream = jax.tree_util.tree_map(jnp.asarray, iterates())
+    stacked = jax.tree_util.tree_map(lambda *leaves: jnp.stack(leaves), *stream)
+    state, _ = jax.lax.scan(lambda state, params: (rule.update(params, state), None), rule.init(first), stacked)
+    assert_of_nest(state, nests.ON_DEVICE[name], [1] * len(STEPS))
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_vmap_over_members_that_count_for_themselves(name: str) -> None:
+    rule = nests.rule_of(nests.ON_DEVICE[name])
+    first, *stream = jax.tree_util.tree_map(jnp.asarray, iterates())
+    members = [rule.init(first), rule.update(stream[0], rule.init(first), steps=3)]
+    news = stream[1:3]
+    stack = jax.tree_util.tree_map(lambda *leaves: jnp.stack(jax.tree_util.tree_map(jnp.asarray, leaves)), *members)
+    after = jax.jit(jax.vmap(rule.update))(jax.tree_util.tree_map(lambda *leaves: jnp.stack(leaves), *news), stack)
+    for index, (new, member) in enumerate(zip(news, members, strict=True)):
+        wanted = rule.update(new, jax.tree_util.tree_map(jnp.asarray, member))
+        got = jax.tree_util.tree_map(lambda leaf, index=index: leaf[index], after)
+        jax.tree_util.tree_map(lambda *pair: np.testing.assert_allclose(*pair, rtol=2e-6), got, wanted)
+
+
+@pytest.mark.parametrize("name", [*COMBINED, "EMA"])
+def test_a_donated_state_is_written_over(name: str) -> None:
+    """The new average lives where the old one did, of which nothing is left to read."""
+    rule = nests.rule_of(nests.ON_DEVICE[name])
+    update = jax.jit(rule.update, donate_argnums=(1,))
+    first, *stream = jax.tree_util.tree_map(jnp.asarray, iterates())
+    state = rule.init(first)
+    for params in stream:
+        before, places = state.average, None
+        if state.count:
+            places = {leaf.unsafe_buffer_pointer() for leaf in jax.tree_util.tree_leaves(before)}
+        state = update(params, state)
+        assert all(leaf.is_deleted() for leaf in jax.tree_util.tree_leaves(before))
+        if places is not None:
+            assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree_util.tree_leaves(state.average)} <= places
+    assert_of_nest(state, nests.ON_DEVICE[name], [1] * len(STEPS))
+
+
+# ---- many steps, against optax and a sum
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.999])
+def test_a_debiased_ema_is_that_of_optax(decay: float) -> None:
+    """Over 2000 steps of float32, to 3e-5: optax divides by ``1 - d^n``, formed in float32. Ours is the sum to 2e-6."""
+    optax = pytest.importorskip("optax")
+    stream = np.random.default_rng(0).normal(1.0, 0.5, (2000, 8)).astype(np.float32)
+    rule, theirs = functavg.EMA(decay, debias=True), optax.ema(decay, debias=True)
+
+    def step(carry: Any, new: Any) -> Any:
+        state, other = carry
+        average, other = theirs.update(new, other)
+        state = rule.update(new, state)
+        return (state, other), (state.average, average)
+
+    start = rule.init(jnp.zeros(8)), theirs.init(jnp.zeros(8))
+    _, (ours, others) = jax.lax.scan(step, start, jnp.asarray(stream))
+    np.testing.assert_allclose(ours, others, rtol=3e-5)
+    for length in (1, 2, 10, 500, 2000):
+        weights = oracle.debiased_ema(decay)([1] * length)[1:]
+        np.testing.assert_allclose(ours[length - 1], weights @ stream[:length].astype(np.float64), rtol=2e-6)
+
+
+def test_a_step_without_a_count_is_that_of_optax() -> None:
+    """``lerp`` and a constant decay that is trusted from the first call, over 2000 steps."""
+    optax = pytest.importorskip("optax")
+    stream = jnp.asarray(np.random.default_rng(0).normal(1.0, 0.5, (2000, 8)), jnp.float32)
+    rule = functavg.EMA(functavg.schedules.Constant(0.995))
+
+    def step(carry: Any, new: Any) -> Any:
+        ours, state, theirs = carry
+        return (
+            functavg.lerp(ours, new, 0.005),
+            rule.update(new, state),
+            optax.incremental_update(new, theirs, 0.005),
+        ), ()
+
+    start = jnp.zeros(8)
+    (ours, state, theirs), _ = jax.lax.scan(step, (start, rule.init(start), start), stream)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    np.testing.assert_allclose(state.average, theirs, rtol=1e-5)
+    left = 0.995 ** np.arange(1999, -1, -1.0)
+    np.testing.assert_allclose(ours, (0.005 * left) @ np.asarray(stream, np.float64), rtol=2e-6)
+
+
+def test_an_average_of_bfloat16_moves_in_float32() -> None:
+    """1000 steps of 1/1000 each, all of which bfloat16 would round away."""
+    rule = functavg.EMA(0.999)
+    state = rule.update(jnp.ones(4, jnp.bfloat16), rule.init(jnp.ones(4, jnp.bfloat16)))
+    new = jnp.full(4, 1.5, jnp.bfloat16)
+    state, _ = jax.lax.scan(lambda state, _: (rule.update(new, state), None), state, length=1000)
+    assert state.average.dtype == jnp.float32
+    np.testing.assert_allclose(state.average, 1.5 - 0.5 * 0.999**1000, rtol=2e-6)
+    assert functavg.cast_like(state.average, new).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("name", ["EMA", "PowerEMA", "WeightFn-fading"])
@@ -139,6 +284,28 @@ def test_errors_are_raised_while_tracing() -> None:
         jax.jit(rule.update)(params(0.0) | {"w": jnp.zeros((3, 2))}, rule.init(params(0.0)))
     with pytest.raises(TypeError, match=r"weight must be a real number or a 0-d array"):
         jax.jit(functavg.lerp)(jnp.zeros(2), jnp.ones(2), jnp.asarray(0.5j))
+
+
+def test_an_ensemble_trains_and_averages_in_one_vmapped_step() -> None:
+    """value_and_grad and the update inside vmap, inside scan, inside jit, donated."""
+    rule = functavg.Several({"ema": functavg.Every(functavg.EMA(0.5), 2), "swa": functavg.SWA()})
+
+    def step(carry: Any, _: Any) -> Any:
+        weights, state = carry
+        weights = weights - 0.1 * jax.grad(lambda weights: (weights**2).sum())(weights)
+        return (weights, rule.update(weights, state)), weights
+
+    def epoch(weights: Any, state: Any) -> Any:
+        return jax.lax.scan(step, (weights, state), length=4)
+
+    weights = jnp.asarray([[1.0, 2.0], [3.0, 4.0]])
+    state = jax.vmap(rule.init)(weights)
+    (_, state), seen = jax.jit(jax.vmap(epoch), donate_argnums=(0, 1))(weights, state)
+    history = np.asarray([[1.0, 2.0], [3.0, 4.0]])[:, None] * 0.8 ** np.arange(1, 5)[:, None]
+    np.testing.assert_allclose(seen, history, rtol=1e-6)
+    np.testing.assert_allclose(state.average["swa"], history.mean(1), rtol=1e-6)
+    np.testing.assert_allclose(state.average["ema"], 0.25 * history[:, 1] + 0.75 * history[:, 3], rtol=1e-6)
+    assert state.count.tolist() == [4, 4]
 
 
 def test_init_inside_jit_casts_and_copies() -> None:

@@ -20,7 +20,7 @@ VALUES = [0.0, 1e-9, 0.3, 0.999]
 
 
 @pytest.mark.parametrize("library", ARRAYS)
-@pytest.mark.parametrize("name", ["exp", "expm1", "log1p", "cos"])
+@pytest.mark.parametrize("name", ["exp", "expm1", "log1p", "cos", "sin"])
 def test_functions_of_one_number(name: str, library: str) -> None:
     fn = getattr(scalars, name)
     for value in (*VALUES, -0.5):
@@ -72,6 +72,17 @@ def test_a_small_weight_is_exact_on_the_device() -> None:
     assert scalars.one_minus_power(1 - 1e-12, 1) == 1 - (1 - 1e-12)
     tensor = scalars.one_minus_power(1 - 2.0**-40, torch.tensor(2**20, dtype=torch.float64))
     assert float(tensor) == pytest.approx(-math.expm1(2**20 * math.log1p(-(2.0**-40))), rel=1e-12)
+
+
+@pytest.mark.parametrize("library", [name for name in ARRAYS if name != "numpy"])
+@pytest.mark.parametrize("rate", [0.0, 1e-9, 0.5, 1.0])
+def test_a_rate_is_compounded(library: str, rate: float) -> None:
+    """Rates of 0 and 1 stay what they are."""
+    make = ARRAYS[library]
+    for power in (1, 3, 1000):
+        wanted = -math.expm1(power * math.log1p(-rate)) if rate < 1 else 1.0
+        for left, right in ((rate, power), (make(rate), power), (rate, make(power)), (make(rate), make(power))):
+            assert float(scalars.compounded(left, right)) == pytest.approx(wanted, rel=1e-6, abs=0)
 
 
 def test_counts_are_lifted_to_the_widest_float() -> None:

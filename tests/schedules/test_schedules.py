@@ -113,6 +113,73 @@ def test_traced_counts_take_one_trace(schedule, formula) -> None:
     assert len(traces) == 1
 
 
+@each_formula
+def test_a_complement_is_one_minus_the_decay(schedule, formula) -> None:
+    for u in CLOCKS:
+        value = schedule.complement(u)
+        assert isinstance(value, float)
+        assert value == pytest.approx(1 - formula(u), rel=1e-13, abs=1e-15)
+
+
+@each_formula
+@pytest.mark.parametrize("make", [EMA, lambda schedule: WeightFn(PerUpdate(schedule))], ids=["EMA", "PerUpdate"])
+def test_weights_in_float32_keep_their_digits(make, schedule, formula) -> None:
+    """Also where the decay is so near to 1 that float32 holds few digits of the difference, or none."""
+    weight = jax.jit(make(schedule).weight)
+    for u in CLOCKS:
+        assert float(weight(jax.numpy.asarray(u - 1), 1)) == pytest.approx(1 - formula(u), rel=1e-6, abs=1e-15)
+
+
+@pytest.mark.parametrize("schedule", [HalfLifeRamp(math.inf), InversePower(1.0), TFWarmup(1 - 1e-7)], ids=repr)
+def test_weights_of_several_steps_keep_their_digits(schedule) -> None:
+    weight = jax.jit(EMA(schedule).weight)
+    for u in (1, 30, 10**4, 10**6):
+        wanted = -math.expm1(3 * math.log1p(-schedule.complement(u)))
+        assert float(weight(jax.numpy.asarray(u - 3.0), 3)) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_weights_on_a_device_are_exactly_0_and_1_where_the_decay_is_1_and_0() -> None:
+    """A weight near 1 would let a NaN of the old average through, one near 0 that of the params."""
+    for count in (jax.numpy.asarray(100), torch.tensor(100)):
+        for steps in (1, 3):
+            assert float(EMA(Cosine(0.996, 1.0, 50)).weight(count, steps)) == 0.0
+            assert float(EMA(Linear(0.5, 1.0, 50)).weight(count, steps)) == 0.0
+            assert float(EMA(After(0.9, 200)).weight(count, steps)) == 1.0
+
+
+class Halving:
+    """A user's schedule that knows its complement."""
+
+    def __call__(self, u):
+        raise AssertionError("the decay was asked for")
+
+    def complement(self, u):
+        return 0.5**u
+
+
+def test_a_complement_of_your_own_is_what_weights_on_a_device_come_from() -> None:
+    for rule in (EMA(Halving()), EMA(Stretched(Halving(), 1)), WeightFn(PerUpdate(After(Halving(), 0)))):
+        assert float(rule.weight(torch.tensor(39.0, dtype=torch.float64), 1)) == 0.5**40
+    with pytest.raises(AssertionError, match="the decay was asked for"):
+        EMA(Halving()).weight(39, 1)
+
+
+def test_a_complement_that_is_no_number_is_named() -> None:
+    schedule = Halving()
+    schedule.complement = lambda u: "0.5"
+    with pytest.raises(TypeError, match=re.escape("1 - decay(u) must be a real number or a 0-d array, got '0.5'")):
+        EMA(schedule).weight(torch.tensor(1.0), 1)
+
+
+@pytest.mark.parametrize("make", [EMA, lambda schedule: WeightFn(PerUpdate(schedule))], ids=["EMA", "PerUpdate"])
+def test_a_plain_function_may_return_a_host_number_for_a_device_count(make) -> None:
+    count = torch.tensor(3.0, dtype=torch.float64)
+    assert float(make(lambda u: 0.75).weight(count, 1)) == 0.25
+    assert float(make(After(lambda u: 0.75, 2)).weight(count, 1)) == 0.25
+    with pytest.raises(ValueError, match=re.escape("decay(u) must be in [0, 1], got 1.5")):
+        make(lambda u: 1.5).weight(count, 1)
+
+
 @pytest.mark.parametrize("schedule", {type(schedule): schedule for schedule in SCHEDULES}.values(), ids=repr)
 def test_a_compiled_weight_takes_one_graph_for_all_device_counts(schedule) -> None:
     rule, graphs = EMA(schedule), []
