@@ -75,14 +75,11 @@ def load_state_dict(like: AverageState[T], saved: Mapping[str, Any], /) -> Avera
     _check_names(names, saved)
     loaded: list[Any] = [None] * len(leaves)
     places: dict[str | None, list[int]] = {}
-    keys = identities(leaves)
-    firsts: dict[Hashable, int] = {}
     for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
         if is_host(leaf):
             loaded[index] = _number(saved[name], leaf, name)
         else:
             places.setdefault(kernels.kernel_name(leaf), []).append(index)
-            firsts.setdefault(keys[index], index)
     for kernel_name, indices in places.items():
         if kernel_name is None:
             raise TypeError(f"{_path(spec, indices[0])}: the leaf of `like` is neither a number nor an array")
@@ -93,7 +90,9 @@ def load_state_dict(like: AverageState[T], saved: Mapping[str, Any], /) -> Avera
         (results,) = kernel.lerp(groups, [1.0], False)
         for index, result in zip(indices, results, strict=True):
             loaded[index] = result
-    state: AverageState[T] = trees.unflatten(spec, [loaded[firsts.get(key, i)] for i, key in enumerate(keys)])
+    firsts: dict[Hashable, Any] = {}
+    shared = [firsts.setdefault(key, value) for key, value in zip(identities(leaves), loaded, strict=True)]
+    state: AverageState[T] = trees.unflatten(spec, shared)
     return state
 
 

@@ -315,9 +315,16 @@ class AveragedModel(TorchAveragedModel):
             elif assign and places.setdefault((new.untyped_storage(), new.storage_offset()), new) is not new:
                 # Assigned, tied weights would be two over one memory, and each averaged by the updates of both.
                 state_dict[f"{prefix}module.{name}"] = new.clone()
+        has_weights = any(key.startswith(f"{prefix}module.") for key in state_dict)
         if f"{prefix}_extra_state" in missing_keys and self.get_extra_state() is None:
             missing_keys.remove(f"{prefix}_extra_state")
-        if f"{prefix}n_averaged" in missing_keys and any(key.startswith(f"{prefix}module.") for key in state_dict):
+        elif f"{prefix}_extra_state" in missing_keys and has_weights:
+            warnings.warn(
+                f"the state_dict has no {prefix}_extra_state, the memory of {self.rule!r}, which goes on from the "
+                "memory that it has; after none of its own updates the next one starts anew from the model",
+                stacklevel=2,
+            )
+        if f"{prefix}n_averaged" in missing_keys and has_weights:
             warnings.warn(
                 f"the state_dict has no {prefix}n_averaged: its weights are taken for an average of count 1, "
                 "so the next update averages them instead of replacing them",

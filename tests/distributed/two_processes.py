@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 
 import functavg
 from functavg import AveragedModel
@@ -34,7 +35,10 @@ def _compare(mesh: dist.DeviceMesh, dtype: torch.dtype, rule: functavg.Averaging
         optimizer.step()
         with torch.no_grad():
             model(x)  # leaves the root group unsharded
-        averaged.update_parameters(model)
+        with CommDebugMode() as counted:
+            averaged.update_parameters(model)
+        asked = isinstance(rule, functavg.SkipNonFinite)  # whether any shard holds a NaN
+        assert counted.get_total_counts() == int(asked)
         with torch.no_grad():
             for parameter, shard in zip(plain.parameters(), model.parameters(), strict=True):
                 parameter.copy_(shard.full_tensor())

@@ -23,12 +23,12 @@ RUNS = {
     "numpy_only": (["--epochs", "2"], ["last iterate", "SWA()", "torch was not imported"]),
     "custom_avg_fn": ([], ["3.125  AvgFn(", "12.000  MultiAvgFn(", "7.188  MeanThenEMA("]),
     "several_averages": (["--steps", "150"], ["raw", "half-life 20", "half-life 500", "last 5 snapshots"]),
-    "fsdp2": (
-        ["--steps", "40"],
-        ["2 ranks", "raw", "EMA", "resumed at step 20", "at step 40", "the same bits"],
-    ),
+    "fsdp2": (["--steps", "40"], ["2 ranks", "raw", "EMA", "resumed at step 20", "at step 40", "the same bits"]),
     "posthoc": (["--steps", "300"], ["8 snapshots", "0.05", "0.10", "best"]),
 }
+# Examples for several processes, which a launcher starts.
+LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LAUNCHED = {"fsdp2"}
 PICTURES = {
     "quickstart": ["curves.png"],
     "jax_loop": ["jax_loop.png"],
@@ -37,9 +37,6 @@ PICTURES = {
 }
 NEEDS = {"jax_loop": "jax"}
 """A library that an example is about, and is skipped without."""
-# Examples for several processes, which a launcher starts.
-LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-LAUNCHED = {"fsdp2"}
 
 
 def run(name: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:

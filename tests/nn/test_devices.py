@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from functavg import EMA, AveragedModel, swapped
-from tests.nn.helpers import Net, parameters_of, randomise
+from tests.nn.helpers import Net, randomise, tensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -28,8 +28,8 @@ def test_an_average_on_the_host_has_the_values_of_one_on_the_host_throughout(dty
     for name, value in averaged.state.average.items():
         assert torch.equal(offloaded.state.average[name], value), name
     with swapped(there, offloaded):
-        for name, value in parameters_of(there).items():
-            assert torch.equal(value.cpu(), parameters_of(offloaded.module)[name]), name
+        for name, value in tensors(offloaded.module).items():
+            assert torch.equal(tensors(there)[name].cpu(), value), name
 
 
 def test_the_accelerator_never_holds_a_second_model():
