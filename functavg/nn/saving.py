@@ -17,7 +17,7 @@ from functavg.rules.base import AveragingRule
 
 
 class SavedAverage(TorchAveragedModel):
-    """The state_dict of an average: ``n_averaged``, ``module.*`` with wide values, the memory of a rule that has one."""
+    """The state_dict of an average: ``n_averaged``, ``module.*`` with wide values, the memory of a rule."""
 
     n_averaged: Tensor
     _wide: WideValues
