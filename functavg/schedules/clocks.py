@@ -77,8 +77,8 @@ class Stretched:
         ValueError: ``interval`` is not positive.
 
     Example:
-        >>> import functavg
-        >>> functavg.schedules.TFWarmup(0.999)(8), functavg.schedules.Stretched(functavg.schedules.TFWarmup(0.999), 10)(80)
+        >>> from functavg.schedules import Stretched, TFWarmup
+        >>> TFWarmup(0.999)(8), Stretched(TFWarmup(0.999), 10)(80)
         (0.5, 0.5)
     """
 
