@@ -95,7 +95,7 @@ class AveragedModel(SavedAverage):
             self.module = twin(model, device) if module is None else overwritten(module, model)
             if module is not None and device is not None:
                 self.module = self.module.to(device)
-            self._wide.narrow(tensor for _, tensor in pairing.tensors(self.module))
+            self._wide.narrow(self._averaged().values())
             self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.int64, device=device))
         self._beside = Beside(self.rule, self._wide.get(self._averaged()))
         self._hook_saving()

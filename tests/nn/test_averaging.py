@@ -646,3 +646,13 @@ def test_updates_leave_no_graph_and_training_goes_on():
     loss.backward()  # no version of the model's was bumped
     assert all(parameter.grad_fn is None for parameter in averaged.parameters())
     averaged(torch.randn(4, 3)).sum().backward()
+
+
+def test_a_dtype_is_that_of_what_is_averaged_and_of_no_buffer_that_is_copied():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    held = {name: tensor.dtype for name, tensor in AveragedModel(model, dtype=torch.bfloat16).module.named_buffers()}
+    assert held == {name: tensor.dtype for name, tensor in model.named_buffers()}
+    averaged = AveragedModel(model, dtype=torch.bfloat16, use_buffers=True)
+    assert {parameter.dtype for parameter in averaged.module.parameters()} == {torch.bfloat16}
+    assert averaged.module[1].running_mean.dtype == torch.bfloat16
+    assert averaged.module[1].num_batches_tracked.dtype == torch.int64
