@@ -13,7 +13,7 @@ from typing import Any
 
 from functavg import kernels, trees
 from functavg.kernels import dtypes
-from functavg.scalars import check_weight, is_host, objects
+from functavg.scalars import check_weight, is_compiling, is_host, objects
 from functavg.state import Count, PyTree, Weight
 
 
@@ -187,6 +187,8 @@ class _Part:
 
 def _flatten(tree: PyTree, flat: list[Any]) -> tuple[list[Any], Any]:
     """Flatten a tree once, however many intentions name it."""
+    if is_compiling():  # to the compiler of torch 2.10 dicts have no identity
+        return trees.flatten(tree)
     for known, leaves, spec in flat:
         if known is tree:
             return leaves, spec
