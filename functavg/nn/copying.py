@@ -17,8 +17,12 @@ from functavg.nn.writing import write
 from functavg.trees import some
 
 
-def twin(model: Module) -> Module:
+def twin(model: Module, device: Any = None) -> Module:
     """Return a deep copy of a model without its wrappers, gradients, graphs and expanded memory.
+
+    Args:
+        model: the model.
+        device: where the copy goes, tensor by tensor. Default: where the model is.
 
     Raises:
         TypeError: a parameter is not initialised yet, or a module cannot be copied; the message names it.
@@ -27,15 +31,16 @@ def twin(model: Module) -> Module:
     for name, tensor in tensors(model):
         if is_lazy(tensor):
             raise TypeError(f"{name} is an uninitialised (lazy) parameter; run one forward pass before averaging")
-    with torch.inference_mode(False), torch.no_grad(), _PlainCopies():
+    with torch.inference_mode(False), torch.no_grad(), _PlainCopies(device):
         try:
-            return copy.deepcopy(model, _without_wrappers(model))
+            copied = copy.deepcopy(model, _without_wrappers(model))
         except Exception as error:
             name, culprit = _resisting(model)
             raise TypeError(
                 f"cannot copy {name} ({type(culprit).__name__}): {error}. Give it a __deepcopy__, remove what resists, "
                 "or pass a ready copy of the model as module="
             ) from error
+        return copied if device is None else copied.to(device)  # a module may have more to do than its tensors
 
 
 def overwritten(module: Module, model: Module) -> Module:
@@ -61,11 +66,13 @@ class _PlainCopies(TorchFunctionMode):
 
     What a module has cached (the weight of a legacy weight_norm, an activation of its last forward) is part of a graph,
     which a deep copy refuses; a gradient is not wanted, an expanded buffer cannot be written to, and of two buffers
-    over one memory each would be averaged by the updates of both.
+    over one memory each would be averaged by the updates of both. On their way to another device they make no stop:
+    the device of the model need not have room for a second one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: Any) -> None:
         super().__init__()
+        self._device = device
         self._memories: set[Any] = set()
 
     def __torch_function__(
@@ -74,11 +81,21 @@ class _PlainCopies(TorchFunctionMode):
         if func is Tensor.__deepcopy__:
             tensor, memo = args
             if id(tensor) not in memo and (
-                not tensor.is_leaf or tensor.grad is not None or _is_expanded(tensor) or self._is_view(tensor)
+                self._device is not None
+                or not tensor.is_leaf
+                or tensor.grad is not None
+                or _is_expanded(tensor)
+                or self._is_view(tensor)
             ):
-                memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.is_leaf and tensor.requires_grad)
+                plain = self._cloned(tensor.detach())
+                memo[id(tensor)] = plain.requires_grad_(tensor.is_leaf and tensor.requires_grad)
                 return memo[id(tensor)]
+        if func is Tensor.clone:  # as the copy of a Parameter does
+            return self._cloned(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _cloned(self, tensor: Tensor, **options: Any) -> Tensor:
+        return tensor.clone(**options) if self._device is None else tensor.to(self._device, copy=True, **options)
 
     def _is_view(self, tensor: Tensor) -> bool:
         """Tell whether another tensor over the same memory was copied before."""

@@ -15,7 +15,7 @@ from rich.markdown import Markdown
 
 import functavg
 from functavg import swa_utils
-from tests.benchmarks import contenders, shapes
+from tests.benchmarks import contenders, shapes, sharded
 from tests.benchmarks.measure import Work, counted_host_reads, extra_peak, interleaved, kernel_launches
 from tests.benchmarks.report import Target, against, markdown
 
@@ -58,6 +58,8 @@ def _sections(rounds: int, targets: list[tuple[str, ...]], large: bool) -> Itera
     yield _section("GPT-2 in bfloat16, averaged in float32", low, goals, rounds, targets)
     goals = [Target("numpy, 50 M float32", "functional, in place", "a + w * (b - a)", 2.5, faster=True)]
     yield _section("numpy, 50 M float32", contenders.of_numpy(), goals, rounds, targets)
+    goals = [Target("100 DTensors of 64 × 64", "DTensors, in place", "local tensors, in place", 1.3)]
+    yield _section("100 DTensors of 64 × 64 on a mesh of one process", sharded.of_shards(), goals, rounds, targets)
     yield _memory(targets)
     yield _host_reads(targets)
     yield _scaling(large)

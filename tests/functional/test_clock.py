@@ -80,7 +80,7 @@ def test_a_count_on_the_device_gives_the_averages_of_a_host_count(name: str) -> 
         make = KINDS[kind].make
         for inplace in (False, True):
             host = rule.init({"w": make(np.zeros(3)), "n": make(np.zeros(()))})
-            device = rule.init(host.average)._replace(count=zero)
+            device = rule.init(host.average)._replace(count=zero + 0)  # which updates in place write to
             for gap, value in ((2, 1.0), (1, 4.0), (3, 2.0)):
                 params = {"w": make(np.full(3, value)), "n": make(np.asarray(value))}
                 host = rule.update(params, host, steps=gap)

@@ -92,14 +92,14 @@ def test_numpy_scalars_as_averages_become_arrays(kind: str) -> None:
     assert result == scalar
 
 
-def test_a_step_in_place_needs_the_memory_of_one_block() -> None:
+def test_a_step_in_place_needs_the_memory_of_two_blocks() -> None:
     old, new = np.zeros(2**21), np.ones(2**21, np.float32)
     functavg.lerp(np.zeros(2), np.ones(2), 0.5, inplace=True)
     tracemalloc.start()
     functavg.lerp(old, new, 0.5, inplace=True)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 2 * kernel.BLOCK * 8
+    assert peak < 3 * kernel.BLOCK * 8  # one of new values, converted, and one to compute in
 
 
 def test_array_subclasses_are_averaged_as_arrays() -> None:

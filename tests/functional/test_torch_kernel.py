@@ -10,6 +10,7 @@ import torch
 
 import functavg
 from functavg.kernels.torch import staging, steps
+from functavg.plan import Lerp, run
 
 WEIGHTS = [0.0, 1e-4, 0.5, 0.75, 1.0]
 SHAPES = [(4, 3, 2, 5), (7,), (), (0,), (3, 0), (1, 1), (33, 2), (1000,)]
@@ -214,3 +215,42 @@ def test_params_on_another_device_are_brought_to_the_average(old: torch.dtype, n
     assert {leaf.device.type for leaf in state.average.values()} == {"meta"}
     state = functavg.EMA().update(params, state)
     assert {leaf.device.type for leaf in state.average.values()} == {"meta"}
+
+
+# ---- rounding
+
+
+@pytest.mark.parametrize("stage", [None, 7], ids=["one batch", "pieces"])
+@pytest.mark.parametrize("news", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_tensors_that_take_the_rounding_hold_that_of_the_result(
+    narrow: torch.dtype, news: torch.dtype, stage: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if stage is not None:
+        monkeypatch.setattr(staging, "STAGE", stage)
+    for weight in (*WEIGHTS[1:], torch.tensor(0.5)):
+        olds = [noise(shape, torch.float32) for shape in SHAPES]
+        new = [noise(shape, news, 1) for shape in SHAPES]
+        wanted = functavg.lerp(olds, new, weight)
+        roundings = [torch.zeros(shape, dtype=narrow) for shape in SHAPES]
+        result = run(Lerp(olds, new, weight, roundings), inplace=True)
+        assert all(map(identical, result, wanted))
+        assert all(map(identical, roundings, [leaf.to(narrow) for leaf in wanted]))
+
+
+def test_a_step_of_weight_0_rounds_nothing() -> None:
+    rounding = torch.zeros(2, dtype=torch.bfloat16)
+    run(Lerp([torch.ones(2)], [torch.ones(2)], 0.0, [rounding]), inplace=True)
+    assert rounding.tolist() == [0, 0]
+
+
+def test_a_tied_tensor_is_rounded_once_and_what_does_not_fit_is_named() -> None:
+    old, rounding = torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)
+    new = torch.ones(2, dtype=torch.bfloat16)
+    run(Lerp([old, old], [new, new], 0.5, [rounding, rounding]), inplace=True)
+    assert old.tolist() == rounding.tolist() == [0.5, 0.5]
+    with pytest.raises(ValueError, match=r"^tree\[0\]: expected shape \(3,\), got \(2,\)"):
+        run(Lerp([old], [new], 0.5, [torch.zeros(3, dtype=torch.bfloat16)]), inplace=True)
+    with pytest.raises(ValueError, match=r"tree\[0\] and tree\[1\] share one array in the average"):
+        run(Lerp([old, old], [new, new], 0.5, [rounding, rounding.clone()]), inplace=True)
+    assert old.tolist() == rounding.tolist() == [0.5, 0.5]

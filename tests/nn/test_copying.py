@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from functavg import EMA, AveragedModel
 from tests.nn.helpers import Net, bits, fill, parameters_of, randomise, scalar, tensors, unchanged
@@ -330,3 +331,28 @@ def test_an_average_may_be_held_in_less(narrow):
 def test_a_dtype_must_be_able_to_hold_an_average(dtype, error, message):
     with pytest.raises(error, match=message):
         AveragedModel(scalar(), dtype=dtype)
+
+
+class Made(TorchDispatchMode):
+    """Collects the devices of new memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.devices = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            self.devices.append(result.device.type)
+        return result
+
+
+def test_a_copy_for_another_device_makes_no_stop_on_that_of_the_model():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model(torch.ones(2, 2)).sum().backward()
+    with Made() as made:
+        averaged = AveragedModel(model, device="meta")
+    assert {tensor.device.type for tensor in tensors(averaged).values()} == {"meta"}
+    assert made.devices == ["meta"] * 7
+    assert all(isinstance(parameter, nn.Parameter) for parameter in averaged.module.parameters())
+    assert [parameter.requires_grad for parameter in averaged.module.parameters()] == [True] * 4

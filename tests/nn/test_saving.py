@@ -486,8 +486,13 @@ def test_a_memory_is_missed_only_where_there_is_one():
     averaged, model = averaged_net(torch.float32, rule=LAWA(2))
     state = averaged.state_dict()
     del state["_extra_state"]
-    with pytest.raises(RuntimeError, match=r'Missing key.*"_extra_state"'):
+    with (
+        pytest.warns(UserWarning, match=r"no _extra_state, the memory of LAWA\(window=2\)"),
+        pytest.raises(RuntimeError, match=r'Missing key.*"_extra_state"'),
+    ):
         averaged.load_state_dict(state)
+    with pytest.warns(UserWarning, match="after none of its own updates the next one starts anew from the model"):
+        AveragedModel(model, rule=LAWA(2)).load_state_dict(state, strict=False)
     AveragedModel(model, rule=EMA()).load_state_dict(state)
 
 

@@ -68,9 +68,10 @@ def identities(leaves: Sequence[Any]) -> Sequence[Hashable]:
     """Return what is equal for tensors in one place of memory: two objects may be one weight, as in a state_dict."""
     if is_compiling():  # which would take numbers for constants
         return leaves
-    if is_transformed():
+    kinds = set(map(type, leaves))
+    if is_transformed() or kinds.isdisjoint(_PLAIN):
         return list(map(id, leaves))
-    if set(map(type, leaves)) <= _PLAIN:
+    if kinds <= _PLAIN:
         with contextlib.suppress(RuntimeError):  # sparse tensors have no one place
             pointers = set(map(Tensor.data_ptr, leaves))
             if len(pointers) == len(leaves):
@@ -92,6 +93,14 @@ def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], 
     """
     lists = [*averages, news]
     transformed = is_transformed()
+    shards = None if transformed else dtensor.shards(lists)
+    if shards is not None:
+        groups = prepared(shards[:-1], shards[-1], where)
+        if len(groups) == 1:
+            return [replace(groups[0], wholes=averages)]
+        return [
+            replace(group, wholes=[[olds[index] for index in group.indices] for olds in averages]) for group in groups
+        ]
     alike = not transformed and _are_alike(lists)
     shards = None if alike or transformed else dtensor.shards(lists)
     if shards is not None:

@@ -96,6 +96,8 @@ def _weight_of(weight: Weight, leaf: Tensor) -> Weight:
 def _step(
     group: Group, steps: list[tuple[list[Tensor], Weight]], narrow: list[list[Tensor]], inplace: bool
 ) -> list[list[Tensor]]:
+    if all(is_host(weight) and weight == 0 for _, weight in steps):
+        return [olds for olds, _ in steps]
     if not group.foreach or not all(is_host(weight) for _, weight in steps):
         results = [
             [lerp_leaf(old, new, weight, inplace) for old, new in zip(olds, group.news, strict=True)]
