@@ -175,6 +175,13 @@ def test_inductor_compiles_an_update() -> None:
 # ---- vmap
 
 
+def test_a_state_is_a_tree_to_every_torch() -> None:
+    """Old ones know a named tuple by its only base; it can be subscripted all the same."""
+    assert AverageState.__bases__ == (tuple,)
+    assert AverageState[int](1, 2) == (1, 2, ())
+    assert tree_leaves(AverageState(1, {"w": 2})) == [1, 2]
+
+
 def stacked(values: list[float]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([params(value)[name] for value in values]) for name in params(0.0)}
 
