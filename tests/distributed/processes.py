@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-PATIENCE = timedelta(seconds=60)
+PATIENCE = timedelta(seconds=120)
 """How long a process waits for another one before it fails."""
 
 

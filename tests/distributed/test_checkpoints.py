@@ -128,10 +128,9 @@ def by_functions(checkpoint: Path, dtype: torch.dtype, rule: functavg.AveragingR
 
 def functionally(checkpoint: Path, dtype: torch.dtype, rule: functavg.AveragingRule) -> None:
     params, expected = went_functional(dtype, rule)
-    like = rule.init(params)
-    objects = {"functional": functavg.state_dict(like)}
+    objects = {"functional": functavg.state_dict(rule.init(params))}
     dcp.load(objects, checkpoint_id=checkpoint)
-    resumed = functavg.load_state_dict(like, objects["functional"])
+    resumed = functavg.load_state_dict(rule.init(params), objects["functional"])
     for _ in range(2):
         assert_same(functavg.state_dict(resumed), functavg.state_dict(expected))
         resumed, expected = rule.update(params, resumed), rule.update(params, expected)

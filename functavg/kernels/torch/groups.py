@@ -102,14 +102,6 @@ def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], 
             replace(group, wholes=[[olds[index] for index in group.indices] for olds in averages]) for group in groups
         ]
     alike = not transformed and _are_alike(lists)
-    shards = None if alike or transformed else dtensor.shards(lists)
-    if shards is not None:
-        groups = prepared(shards[:-1], shards[-1], where)
-        if len(groups) == 1:
-            return [replace(groups[0], wholes=averages)]
-        return [
-            replace(group, wholes=[[olds[index] for index in group.indices] for olds in averages]) for group in groups
-        ]
     if alike:
         places = _places(lists, (_dtype, _device))
         _check_all(lists, [indices[0] for indices in places], where)  # what else is checked is the same in a group
