@@ -12,6 +12,7 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from functavg.kernels.torch.groups import is_partitioned
 from functavg.nn.pairing import tensors, unwrap
 from functavg.nn.writing import write
 from functavg.trees import some
@@ -25,12 +26,17 @@ def twin(model: Module, device: Any = None) -> Module:
         device: where the copy goes, tensor by tensor. Default: where the model is.
 
     Raises:
-        TypeError: a parameter is not initialised yet, or a module cannot be copied; the message names it.
+        TypeError: a parameter is not initialised yet or not here, or a module cannot be copied; the message names it.
     """
     model = unwrap(model)
     for name, tensor in tensors(model):
         if is_lazy(tensor):
             raise TypeError(f"{name} is an uninitialised (lazy) parameter; run one forward pass before averaging")
+        if is_partitioned(tensor):
+            raise TypeError(
+                f"{name} is a placeholder of size 0, since an engine has partitioned it away; gather it first, or "
+                "shard the model by torch.distributed.fsdp.fully_shard"
+            )
     with torch.inference_mode(False), torch.no_grad(), _PlainCopies(device):
         try:
             copied = copy.deepcopy(model, _without_wrappers(model))

@@ -128,3 +128,15 @@ def test_where_nothing_is_sharded_fsdp_need_not_be_loaded(monkeypatch):
 def test_a_sharded_model_without_a_ready_module_is_refused_with_advice():
     with pytest.raises(TypeError, match=r"cannot copy 0 \(FSDPLinear\).*pass a ready copy of the model as module="):
         AveragedModel(sharded())
+
+
+def test_a_placeholder_of_a_parameter_that_an_engine_partitioned_away_is_refused():
+    """As DeepSpeed leaves them; a parameter that has no elements is another matter."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_parameter("none", nn.Parameter(torch.empty(0, 2)))
+    AveragedModel(model).update_parameters(model)
+    model[0].weight.ds_shape, model[0].weight.data = model[0].weight.shape, torch.empty(0)
+    with pytest.raises(TypeError, match=r"^0\.weight is a placeholder of size 0.*gather it first"):
+        AveragedModel(model)
+    with pytest.raises(TypeError, match=r"^tree\['0\.weight'\]: cannot average Parameter: a placeholder of size 0"):
+        EMA().init(dict(model.named_parameters()))

@@ -50,6 +50,8 @@ def refusal(leaf: Any) -> str | None:
     """Return why a tensor cannot be averaged, or None."""
     if isinstance(leaf, (UninitializedBuffer, UninitializedParameter)):  # is_lazy does not go through torch.compile
         return "an uninitialised (lazy) parameter; run one forward pass first"
+    if is_partitioned(leaf):
+        return "a placeholder of size 0, since an engine has partitioned it away; gather it first"
     if leaf.is_nested:
         return "a nested tensor; average its components"
     if leaf.layout != torch.strided:
@@ -57,6 +59,11 @@ def refusal(leaf: Any) -> str | None:
     if kind_of(leaf) is None:
         return f"a tensor of dtype {leaf.dtype}; dequantise or unpack it first"
     return None
+
+
+def is_partitioned(leaf: Any) -> bool:
+    """Tell whether a parameter is an empty placeholder for one that DeepSpeed (ZeRO-3) keeps elsewhere."""
+    return hasattr(leaf, "ds_shape") and leaf.numel() == 0
 
 
 def is_transformed() -> bool:
