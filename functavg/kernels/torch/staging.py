@@ -45,12 +45,14 @@ def write_staged(steps: list[tuple[list[Tensor], float]], news: list[Tensor], na
 
 
 def batches(averages: list[list[Tensor]], news: list[Tensor]) -> Iterator[tuple[list[list[Tensor]], list[Tensor]]]:
-    """Yield the leaves, large ones in pieces, in batches that fit into the staging buffer together."""
+    """Yield the leaves that have elements, large ones in pieces, in batches that fit into the buffer together."""
     batch: list[tuple[Tensor, ...]] = []
     size = 0
     for leaves in zip(*averages, news, strict=True):
         for piece in _pieces(leaves):
             numel = piece[-1].numel()
+            if numel == 0:  # before torch 2.7, unflatten_dense_tensors loses the shape of what is empty
+                continue
             if size + numel > STAGE:
                 *olds, new = map(list, zip(*batch, strict=True))
                 yield olds, new
