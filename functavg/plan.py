@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from functavg import kernels, trees
@@ -57,16 +57,30 @@ def run(planned: PyTree, *, inplace: bool = False) -> PyTree:
     Raises:
         TypeError, ValueError: an intention does not fit; nothing was written.
     """
+    return checked(planned, inplace=inplace)()
+
+
+def checked(planned: PyTree, *, inplace: bool = False) -> Callable[[], PyTree]:
+    """Check a plan; return the function that carries it out, as ``run`` does.
+
+    Raises:
+        TypeError, ValueError: an intention does not fit.
+    """
     nodes, spec = trees.flatten(planned)
     flat: list[Any] = []
     jobs = {index: _Job(node, flat, inplace) for index, node in enumerate(nodes) if isinstance(node, Intention)}
     batches = _batches([part for job in jobs.values() for part in job.parts])
-    prepared = [(batch, batch[0].prepare([part.olds for part in batch])) for batch in batches]
-    for batch, groups in prepared:
-        batch[0].carry_out(batch, groups, inplace)
-    for index, job in jobs.items():
-        nodes[index] = job.result()
-    return trees.unflatten(spec, nodes)
+    for batch in batches:
+        batch[0].prepare([part.olds for part in batch], inplace)
+
+    def carry_out() -> PyTree:
+        for batch in batches:
+            batch[0].carry_out(batch, inplace)
+        for index, job in jobs.items():
+            nodes[index] = job.result()
+        return trees.unflatten(spec, nodes)
+
+    return carry_out
 
 
 class _Job:
@@ -160,28 +174,30 @@ class _Part:
     olds: list[Any]
     steps: list[tuple[list[Any], Weight]]
     narrow: list[list[Any]]  # nothing, or the leaves that take the rounding of the last step
+    groups: list[Any] = field(default_factory=list)  # for each step
     results: Sequence[Any] = ()
 
     def where(self, index: int) -> str:
         """Return the path of a leaf."""
         return self.job.where(index if self.places is None else self.places[index][0])
 
-    def prepare(self, averages: list[list[Any]]) -> Any:
-        """Check that the averages can take all that is to go into them; return the groups of the first step."""
-        groups = [self.kernel.prepared([*averages, *self.narrow], news, self.where) for news, _ in self.steps]
-        return groups[0]
+    def prepare(self, averages: list[list[Any]], inplace: bool) -> None:
+        """Check that the averages can take all that is to go into them."""
+        lists = [*averages, *self.narrow]
+        self.groups = [self.kernel.prepared(lists, news, self.where, inplace) for news, _ in self.steps]
 
-    def carry_out(self, batch: list[_Part], groups: Any, inplace: bool) -> None:
+    def carry_out(self, batch: list[_Part], inplace: bool) -> None:
         """Carry out this part, and those batched with it, which read the same new leaves."""
         if self.job.apply is not None:
             apply = self.job.apply
-            self.results = self.kernel.apply(groups, apply.count, apply.fn, apply.grouped, inplace, self.where)
+            self.results = self.kernel.apply(self.groups[0], apply.count, apply.fn, apply.grouped, inplace, self.where)
             return
-        results = self.kernel.lerp(groups, [part.steps[0][1] for part in batch], inplace)
+        results = self.kernel.lerp(self.groups[0], [part.steps[0][1] for part in batch], inplace)
         for part, leaves in zip(batch, results, strict=True):
             part.results = leaves
-        for news, weight in self.steps[1:]:
-            groups = self.kernel.prepared([list(self.results), *self.narrow], news, self.where)
+        for (news, weight), groups in zip(self.steps[1:], self.groups[1:], strict=True):
+            if not all(map(operator.is_, self.results, self.olds)):  # the step before made new leaves
+                groups = self.kernel.prepared([list(self.results), *self.narrow], news, self.where)
             (self.results,) = self.kernel.lerp(groups, [weight], True)
 
 

@@ -4,7 +4,8 @@ A kernel is a module with these functions, all over lists of leaves of its kind:
 
 * ``refusal(leaf)``: why a leaf cannot be averaged, or None;
 * ``copied(leaf, dtype, device)``: a new array to start an average from;
-* ``prepared(averages, news, where)``: checks that each of the lists ``averages`` can take ``news`` and groups them;
+* ``prepared(averages, news, where, inplace)``: checks that each of the lists ``averages`` can take ``news``, and groups
+  them;
 * ``identities(leaves)``: what is equal for leaves in one place of memory;
 * ``lerp(groups, weights, inplace)``: the step ``a + w (x - a)`` of each of the averages;
 * ``apply(groups, count, fn, grouped, inplace, where)``: a step by a user's function;

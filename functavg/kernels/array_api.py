@@ -41,12 +41,13 @@ def identities(leaves: Sequence[Any]) -> Sequence[Hashable]:
     return range(len(leaves))
 
 
-def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], str]) -> Groups:
+def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], str], inplace: bool = False) -> Groups:
     """Return all leaves as arrays of the averages' library.
 
     Raises:
         TypeError, ValueError: a new leaf cannot go into an average; the message names it.
     """
+    del inplace  # nothing is written to
     arrays = []
     for index, new in enumerate(news):
         library = averages[0][index].__array_namespace__()

@@ -20,6 +20,8 @@ Groups = tuple[list[list[Array]], list[Array]]
 
 def refusal(leaf: Any) -> str | None:
     """Return why an array cannot be averaged, or None."""
+    if isinstance(leaf, np.ma.MaskedArray):
+        return "a masked array; fill it, or average its data and its mask apart"
     dtype = np.asarray(leaf).dtype
     if dtypes.kind_of(dtype.name) is None:
         return f"a numpy array of dtype {dtype}; only numbers can be averaged"
@@ -50,12 +52,13 @@ def identities(leaves: Sequence[Any]) -> list[Hashable]:
     ]
 
 
-def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], str]) -> Groups:
+def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], str], inplace: bool = False) -> Groups:
     """Return all leaves as arrays.
 
     Raises:
         TypeError, ValueError: a new leaf cannot go into an average; the message names it.
     """
+    del inplace  # what cannot be written to is replaced
     arrays = []
     for index, new in enumerate(news):
         if not isinstance(new, (np.ndarray, np.generic, bool, int, float, complex)):

@@ -21,7 +21,7 @@ from functavg.nn.functions import MultiAvgFn
 from functavg.nn.precision import WideValues
 from functavg.nn.saving import SavedAverage
 from functavg.nn.writing import write
-from functavg.plan import Lerp, run
+from functavg.plan import Lerp, checked
 from functavg.rules.base import AveragingRule, WeightRule, planned
 from functavg.rules.functions import AvgFn
 from functavg.rules.swa import SWA
@@ -132,44 +132,54 @@ class AveragedModel(SavedAverage):
         Raises:
             TypeError, ValueError: the model does not fit; the message names the parameters. Nothing was changed then.
         """
-        if not self._update_in_step(model, steps):
-            pairing.reshard(model)
-            pairing.reshard(self.module)
-            self._carry_out(pairing.pairs(self.module, model), steps)
+        with torch.inference_mode(False), torch.no_grad():
+            carry_out = self._checked_in_step(model, steps)
+            if carry_out is None:
+                pairing.reshard(model)
+                pairing.reshard(self.module)
+                carry_out = self._checked(pairing.pairs(self.module, model), steps)
+            carry_out()
 
-    def _update_in_step(self, model: Module, steps: Count) -> bool:
-        """Update without spelling names, where a rule needs none; tell whether that was possible.
-
-        Whatever is wrong is left to the way by name, which can say where.
-        """
+    def _checked_in_step(self, model: Module, steps: Count) -> Callable[[], None] | None:
+        """Return the function that updates without spelling names, None where a rule or an error needs them."""
         if self.use_buffers or not _is_blind_to_names(self.rule):
-            return False
+            return None
         try:
             found = pairing.in_step(self.module, model)
-            if found is not None:
-                self._carry_out(found, steps)
-        except (TypeError, ValueError):
-            return False
-        return found is not None
+            return None if found is None else self._checked(found, steps)
+        except (TypeError, ValueError):  # nothing was changed; the way by name can say where
+            return None
 
-    def _carry_out(self, found: pairing.Pairs, steps: Count) -> None:
+    def _checked(self, found: pairing.Pairs, steps: Count) -> Callable[[], None]:
+        """Plan and check an update of these tensors; return the function that carries it out.
+
+        Raises:
+            TypeError, ValueError: the model does not fit.
+        """
         copies = buffers.divide(found, self.use_buffers)
+        replacements = buffers.replacements(copies, self._device)
         values = self._wide.get(found.averages)
         before = self._beside.state(self._count.read(self.n_averaged), values)
         plan = planned(self.rule, found.news, before, steps)
         step = plan.average
         is_wide = values is not found.averages
-        rounds = is_wide and isinstance(step, Lerp) and step.old is values
-        if rounds:
+        rounds = isinstance(step, Lerp) and step.old is values
+        if is_wide and rounds:
             plan = plan._replace(average=replace(step, narrow=found.averages))
-        after, _ = run((plan, Lerp(copies.averages, copies.news, 1.0)), inplace=True)
-        buffers.replace(copies, self._device)
-        self._beside.keep(after)
-        self.n_averaged = self._count.write(self.n_averaged, after.count)
-        if rounds:
-            self._wide.keep(found.averages, values)
-        elif is_wide and step is not before.average:
-            self._wide.write(found.averages, values)
+        write = checked((plan, Lerp(copies.averages, copies.news, 1.0)), inplace=True)
+
+        def carry_out() -> None:
+            after, _ = write()
+            for replacement in replacements:
+                replacement.carry_out()
+            self._beside.keep(after)
+            self.n_averaged = self._count.write(self.n_averaged, after.count)
+            if is_wide and (rounds or step is before.average):
+                self._wide.keep(found.averages, values)
+            elif is_wide:
+                self._wide.write(found.averages, values)
+
+        return carry_out
 
     def attach(self, optimizer: Optimizer, model: Module) -> RemovableHandle:
         """Average after every step of an optimizer that changed the model.

@@ -9,9 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from functavg.kernels.torch.groups import are_twins, refusal
 from functavg.nn.pairing import Pairs, as_dict, is_averageable
+
+
+@dataclass
+class Replacement:
+    """A buffer to give to a module of the average."""
+
+    module: Module
+    name: str
+    buffer: Tensor | None
+    persistent: bool
+
+    def carry_out(self) -> None:
+        """Give the buffer to the module, in the place of whatever had its name."""
+        vars(self.module).pop(self.name, None)  # an attribute before it was a buffer
+        self.module.register_buffer(self.name, self.buffer, persistent=self.persistent)
+
 
 UseBuffers = bool | Callable[[str, Tensor], bool]
 
@@ -32,11 +49,15 @@ def divide(pairs: Pairs, use_buffers: UseBuffers) -> Copies:
         return copies
     copies = Copies()
     takers: dict[int, Tensor] = {}
+    parameters = dict(zip(map(id, pairs.averages.values()), pairs.news.values(), strict=True))
     for path, average, model in pairs.buffers:
         name, mine = path.rpartition(".")[2], as_dict(average._buffers)
         old, new = mine.get(name), model._buffers[name]
         if old is None or new is None:
             if old is not new or name not in mine:
+                copies.replaced.append((name, average, model))
+        elif id(old) in parameters:  # it follows the parameter that it is
+            if parameters[id(old)] is not new:
                 copies.replaced.append((name, average, model))
         elif use_buffers and is_averageable(name, model, new) and _wanted(use_buffers, path, new):
             pairs.averages[path], pairs.news[path] = old, new
@@ -56,28 +77,38 @@ def _of_twins(pairs: Pairs) -> Copies | None:
     except KeyError:
         return None
     news: list[Any] = [model._buffers[name] for name, (_, _, model) in zip(names, pairs.buffers, strict=True)]
-    if len(set(map(id, olds))) != len(olds) or not are_twins(olds, news):
+    known = set(map(id, olds))
+    if len(known) != len(olds) or not known.isdisjoint(map(id, pairs.averages.values())) or not are_twins(olds, news):
         return None
     return Copies(olds, news)
 
 
-def replace(copies: Copies, device: Callable[[], torch.device | None]) -> None:
-    """Give the average copies of the buffers that it does not have, or not in their shape.
+def replacements(copies: Copies, device: Callable[[], torch.device | None]) -> list[Replacement]:
+    """Return copies of the buffers that the average does not have, or not in their shape.
 
     Args:
         copies: what ``divide`` returned.
         device: tells where the average lives, for buffers that it did not have; ``None``: where the model's are.
+
+    Raises:
+        TypeError: a buffer has no values to copy yet; the message names it.
     """
+    made = []
     for name, average, model in copies.replaced:
         old, new = average._buffers.get(name), model._buffers[name]
         place = device() if old is None else old.device
+        if new is not None and is_lazy(new):
+            raise TypeError(f"the model's buffer {name} is uninitialised (lazy); run one forward pass first")
+        if new is not None and new.is_meta and place is not None and place.type != "meta":
+            raise TypeError(f"the model's buffer {name} is on the meta device and has no values to copy")
         buffer = None if new is None else new.detach().clone().to(place)
-        average.register_buffer(name, buffer, persistent=name not in model._non_persistent_buffers_set)
+        made.append(Replacement(average, name, buffer, name not in model._non_persistent_buffers_set))
+    return made
 
 
 def _can_take(old: Tensor, new: Tensor) -> bool:
     """Tell whether one dense tensor can be copied into another."""
-    if refusal(old) is not None or refusal(new) is not None:
+    if refusal(old) is not None or refusal(new) is not None or (new.is_meta and not old.is_meta):
         return False
     return old.shape == new.shape and torch.can_cast(new.dtype, old.dtype)
 

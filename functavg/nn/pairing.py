@@ -131,7 +131,7 @@ class _Layout:
         self.parameters: list[Any] = []
 
     def visit(self) -> bool:
-        """Read the model; tell whether that was possible: not with scripted modules, nor with a cycle of modules."""
+        """Read the model; tell whether that was possible: not with scripted or shared modules, nor with cycles."""
         level: list[Any] = self.modules
         for _ in range(_DEPTH):
             parameters = [module._parameters for module in level]
@@ -145,7 +145,7 @@ class _Layout:
             level = [child for store in children for child in store.values()]
             if not level:
                 return True
-            if type(None) in set(map(type, level)):
+            if type(None) in set(map(type, level)) or len(set(map(id, level))) != len(level):
                 return False
             self.modules += level
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from functavg.functional import lerp
 from functavg.kernels import dtypes
+from functavg.plan import identities
 
 _dtype = operator.attrgetter("dtype")
 
@@ -53,8 +54,12 @@ class WideValues:
         """
         if self.are_tensors(tensors.values()):
             return tensors
-        distinct = {id(tensor): self._value(tensor) for tensor in tensors.values()}
-        return {name: distinct[id(tensor)] for name, tensor in tensors.items()}
+        distinct: dict[Hashable, Tensor] = {}
+        keys = dict(zip(tensors, identities(list(tensors.values())), strict=True))
+        for name, tensor in tensors.items():
+            if keys[name] not in distinct:
+                distinct[keys[name]] = self._value(tensor)
+        return {name: distinct[key] for name, key in keys.items()}
 
     def put(self, tensor: Tensor, value: Tensor) -> None:
         """Remember the value of a tensor that holds its rounding by now; an inference tensor has no version to mark."""
@@ -140,4 +145,5 @@ def _bits(dtype: torch.dtype | str) -> int:
 
 def _mark(tensor: Tensor) -> Any:
     """Return what changes whenever a tensor is written to, moved or given other memory by ``.data``."""
-    return tensor._version, tensor.dtype, tensor.device, tensor.shape, tensor.untyped_storage()
+    layout = (tensor.shape, tensor.stride(), tensor.storage_offset())
+    return tensor._version, tensor.dtype, tensor.device, *layout, tensor.untyped_storage()

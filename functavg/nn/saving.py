@@ -76,8 +76,6 @@ class SavedAverage(TorchAveragedModel):
         )
         self.n_averaged = self.n_averaged.to(torch.int64)
         tensors = self._saved_tensors()
-        assign = local_metadata.get("assign_to_params_buffers", False)
-        places: dict[Any, Tensor] = {}
         self._loaded = {}
         for name, value in self._wide.get(tensors).items():
             new = state_dict.get(f"{prefix}module.{name}")
@@ -86,9 +84,8 @@ class SavedAverage(TorchAveragedModel):
             if value is not tensors[name] and new.dtype != tensors[name].dtype:
                 self._loaded[name] = new
                 state_dict[f"{prefix}module.{name}"] = new.to(tensors[name].dtype)
-            elif assign and places.setdefault((new.untyped_storage(), new.storage_offset()), new) is not new:
-                # Assigned, tied weights would be two over one memory, and each averaged by the updates of both.
-                state_dict[f"{prefix}module.{name}"] = new.clone()
+        if local_metadata.get("assign_to_params_buffers", False):
+            _part(state_dict, f"{prefix}module.")
         has_weights = any(key.startswith(f"{prefix}module.") for key in state_dict)
         if f"{prefix}_extra_state" in missing_keys and self.get_extra_state() is None:
             missing_keys.remove(f"{prefix}_extra_state")
@@ -105,6 +102,17 @@ class SavedAverage(TorchAveragedModel):
                 stacklevel=2,
             )
             self.n_averaged = self._count.write(self.n_averaged, 1)
+
+
+def _part(state_dict: dict[str, Any], prefix: str) -> None:
+    """Give tensors over one memory a memory each: assigned, each would be changed by the updates of both."""
+    places: set[Any] = set()
+    for name, tensor in state_dict.items():
+        if name.startswith(prefix) and isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+            place = (tensor.untyped_storage(), tensor.storage_offset())
+            if place in places:
+                state_dict[name] = tensor.clone()
+            places.add(place)
 
 
 def _finish_saving(averaged: SavedAverage, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

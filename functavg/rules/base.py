@@ -107,8 +107,13 @@ def _counted_in_place(before: AverageState[T], after: AverageState[T]) -> Averag
     olds, old_spec = trees.flatten(before.memory)
     news, spec = trees.flatten(after.memory)
     by_path = dict(zip(old_spec.paths(), olds, strict=True))  # a memory that was loaded may have other containers
-    memory = [written(by_path.get(path), new) for path, new in zip(spec.paths(), news, strict=True)]
-    return AverageState(written(before.count, after.count), after.average, trees.unflatten(spec, memory))
+    pairs = [(by_path.get(path), new) for path, new in zip(spec.paths(), news, strict=True)]
+    takers: dict[int, Any] = {}  # of two counts that were one and are no longer, the first takes its memory
+    *memory, count = [
+        written(old, new) if takers.setdefault(id(old), new) is new else new
+        for old, new in [*pairs, (before.count, after.count)]
+    ]
+    return AverageState(count, after.average, trees.unflatten(spec, memory))
 
 
 def divided(rule: AveragingRule, state: AverageState[Any], least: int = 0) -> tuple[Count, Any]:

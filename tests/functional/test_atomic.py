@@ -174,3 +174,46 @@ def test_a_user_function_must_return_the_shape_of_the_average(kind: str) -> None
         message = r"tree\['w'\]: avg_fn must return the new average, an? (array|tensor) of shape \(2,\), got .*" + got
         with pytest.raises(ValueError, match=message):
             rule.update({"w": make(np.ones(2))}, state)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_tensor_without_values_is_refused_before_anything_is_written(inplace: bool) -> None:
+    averages = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    with pytest.raises(TypeError, match=r"^tree\['b'\]: expected a tensor with values, got one on the meta device"):
+        functavg.lerp(averages, {"a": torch.ones(1), "b": torch.ones(1, device="meta")}, 0.5, inplace=inplace)
+    assert averages["a"].item() == 0
+
+
+def test_an_average_without_memory_of_its_own_is_refused_in_place_before_anything_is_written() -> None:
+    averages = {"a": torch.zeros(2), "b": torch.zeros(1).expand(2)}
+    params = {name: torch.ones(2) for name in averages}
+    with pytest.raises(TypeError, match=r"^tree\['b'\]: expected an average with memory.*got an expanded tensor"):
+        functavg.lerp(averages, params, 0.5, inplace=True)
+    assert averages["a"].tolist() == [0, 0]
+    assert functavg.lerp(averages, params, 0.5)["b"].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32], ids=str)
+@pytest.mark.parametrize("weight", [0.5, torch.tensor(0.5)], ids=["host", "device"])
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_a_step_of_a_dtype_that_torch_hardly_computes_with_is_rounded_once(dtype: torch.dtype, weight: Any) -> None:
+    averages = {"a": torch.zeros(2), "b": torch.zeros(2).to(dtype)}
+    params = {"a": torch.ones(2), "b": torch.ones(2).to(dtype)}
+    for inplace in (False, True):
+        result = functavg.lerp(averages, params, weight, inplace=inplace)
+        assert result["b"].dtype == dtype
+        assert result["b"].to(torch.complex64).tolist() == result["a"].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning")
+def test_a_nested_tensor_beside_tied_leaves_is_named() -> None:
+    tied = torch.zeros(2)
+    params = {"a": tied, "b": tied, "c": torch.nested.nested_tensor([torch.zeros(1)])}
+    with pytest.raises(TypeError, match=r"^tree\['c'\]: expected a dense tensor, got a nested tensor"):
+        functavg.lerp({"a": tied, "b": tied, "c": torch.zeros(1)}, params, 0.5)
+
+
+def test_a_conjugated_average_is_written_through() -> None:
+    average = torch.zeros(1, dtype=torch.complex64).conj()
+    functavg.lerp([average], [torch.tensor([1 + 2j])], 0.5, inplace=True)
+    assert average.item() == 0.5 + 1j

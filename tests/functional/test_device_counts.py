@@ -280,3 +280,20 @@ def test_a_replayed_cuda_graph_counts_on(name: str) -> None:
         eager = rule.update(new, eager)
         assert int(state.count) == eager.count
         torch.testing.assert_close(state.average, eager.average, rtol=1e-6, atol=1e-7, equal_nan=True)
+
+
+def test_two_counts_that_were_one_tensor_and_are_no_longer_part() -> None:
+    """A partition of one label has its count; grown by another, it has the least of two."""
+    rule = functavg.Partition({"x": functavg.SWA(), "y": functavg.SWA()}, lambda name, leaf: name)
+    averages = []
+    for inplace in (False, True):
+        state = rule.init({"x": torch.zeros(1)})._replace(count=torch.tensor(0))
+        for value in (1.0, 2.0):
+            state = rule.update({"x": torch.tensor([value])}, state)
+        state = functavg.extend(rule, state, {"x": torch.zeros(1), "y": torch.zeros(1)})
+        for value in (3.0, 4.0):
+            params = {name: torch.tensor([value]) for name in "xy"}
+            state = rule.update(params, state, inplace=inplace)
+        assert [int(state.memory[label].count) for label in "xy"] == [4, 2]
+        averages.append([state.average[name].item() for name in "xy"])
+    assert averages == [[2.5, 3.5]] * 2

@@ -90,6 +90,7 @@ REFUSED = {
     "nested": (nested, "a nested tensor; average its components"),
     "lazy": (lambda: torch.nn.LazyLinear(1).weight, r"uninitialised \(lazy\) parameter; run one forward"),
     "object array": (lambda: np.array([None]), "numpy array of dtype object; only numbers can be averaged"),
+    "masked array": (lambda: np.ma.masked_array([1.0, 2.0], [True, False]), "a masked array; fill it"),
     "text array": (lambda: np.array(["a"]), "numpy array of dtype <U1; only numbers can be averaged"),
     "records": (lambda: np.zeros(1, [("a", float)]), "numpy array of dtype .*; only numbers can be averaged"),
     "times": (lambda: np.zeros(1, "datetime64[s]"), "numpy array of dtype datetime64.*; only numbers can be averaged"),
@@ -113,7 +114,9 @@ def test_what_cannot_be_averaged_is_refused_by_init_with_its_path(case: str) -> 
             rule.init({"a": torch.ones(1), "block": [torch.ones(1), leaf]})
 
 
-@pytest.mark.parametrize("case", ["sparse", "quantised", "nested", "lazy", "object array", "text", "jax key"])
+@pytest.mark.parametrize(
+    "case", ["sparse", "quantised", "nested", "lazy", "object array", "masked array", "text", "jax key"]
+)
 def test_what_cannot_be_averaged_is_refused_by_update_with_its_path(case: str) -> None:
     leaf = REFUSED[case][0]()
     for kind in ("torch-float32", "numpy-float32", "jax-float32"):

@@ -153,3 +153,11 @@ def test_shared_and_other_leaves_of_several_libraries_go_together(name: str) -> 
         wanted = RULES[name].profile([1, 1]) @ [0.0, 1.0, 2.0]
         for leaf in state.average:
             np.testing.assert_allclose(read(leaf), wanted, rtol=1e-6)
+
+
+def test_a_view_that_conjugates_or_negates_is_another_array() -> None:
+    leaf = torch.tensor([1 + 2j])
+    average = functavg.SWA().init({"a": leaf, "b": leaf.conj(), "c": leaf.imag, "d": leaf.conj().imag}).average
+    assert [average[name].item() for name in "abcd"] == [1 + 2j, 1 - 2j, 2.0, -2.0]
+    with pytest.raises(ValueError, match="share one array in the average"):
+        functavg.lerp([average["a"]] * 2, [leaf, leaf.conj()], 0.5, inplace=True)

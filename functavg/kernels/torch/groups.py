@@ -23,7 +23,7 @@ _KINDS = {
 _PLAIN = {Tensor, Parameter}
 
 # Attributes of thousands of tensors are read in loops of C.
-_shape, _dtype, _device, _layout = map(operator.attrgetter, ("shape", "dtype", "device", "layout"))
+_shape, _dtype, _device, _layout, _is_meta = map(operator.attrgetter, ("shape", "dtype", "device", "layout", "is_meta"))
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,14 @@ def identities(leaves: Sequence[Any]) -> Sequence[Hashable]:
 
 
 def _identity(leaf: Any) -> Hashable:
-    if type(leaf) in _PLAIN and leaf.layout == torch.strided and leaf.data_ptr() != 0:
-        return leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()
-    return id(leaf)
+    if type(leaf) not in _PLAIN or leaf.is_nested or leaf.layout != torch.strided or leaf.data_ptr() == 0:
+        return id(leaf)
+    return leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride(), leaf.is_conj(), leaf.is_neg()
 
 
-def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], str]) -> list[Group]:
+def prepared(
+    averages: list[list[Any]], news: list[Any], where: Callable[[int], str], inplace: bool = False
+) -> list[Group]:
     """Return the groups of leaves that belong into one call each.
 
     Raises:
@@ -102,7 +104,7 @@ def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], 
     transformed = is_transformed()
     shards = None if transformed else dtensor.shards(lists)
     if shards is not None:
-        groups = prepared(shards[:-1], shards[-1], where)
+        groups = prepared(shards[:-1], shards[-1], where, inplace)
         if len(groups) == 1:
             return [replace(groups[0], wholes=averages)]
         return [
@@ -115,6 +117,9 @@ def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], 
     else:
         _check_all(lists, range(len(news)), where)
         places = [[index] for index in range(len(news))] if transformed else _places(lists, (type, _dtype, _device))
+    if inplace and not transformed:
+        for olds in averages:
+            _check_writable(olds, where)
     if len(places) == 1:
         return [_group(places[0], lists, transformed)]
     return [
@@ -125,6 +130,8 @@ def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], 
 def are_twins(olds: list[Any], news: list[Any]) -> bool:
     """Tell, faster than leaf by leaf, whether tensors that can be averaged have the shapes and dtypes of others."""
     if not _are_alike([olds, news]) or list(map(_dtype, olds)) != list(map(_dtype, news)):
+        return False
+    if any(map(_is_meta, news)) and not all(map(_is_meta, olds)):
         return False
     return all(_KINDS.get(dtype) is not None for dtype in set(map(_dtype, olds)))
 
@@ -159,8 +166,24 @@ def _group(indices: Sequence[int], lists: list[list[Any]], transformed: bool) ->
     if dtensor.is_sharded(first[0]) and not transformed:
         wholes = lists[:-1]
         lists = [[dtensor.local(leaf) for leaf in leaves] for leaves in lists]
-    plain = all(type(leaves[0]) in _PLAIN for leaves in lists)
-    return Group(indices, lists[:-1], lists[-1], alike, foreach=plain and not transformed, wholes=wholes)
+    foreach = not transformed and all(type(leaves[0]) in _PLAIN and _is_grouped(leaves) for leaves in lists)
+    return Group(indices, lists[:-1], lists[-1], alike, foreach, wholes)
+
+
+def _is_grouped(leaves: list[Tensor]) -> bool:
+    """Tell whether the grouped kernels can write to tensors of one dtype: not to views of conjugates."""
+    return not (leaves[0].is_complex() and any(leaf.is_conj() for leaf in leaves))
+
+
+def _check_writable(averages: list[Any], where: Callable[[int], str]) -> None:
+    if set(map(type, averages)) <= _PLAIN and all(map(Tensor.is_contiguous, averages)):
+        return
+    for index, leaf in enumerate(averages):
+        if any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
+            raise TypeError(
+                f"{where(index)}: expected an average with memory for each element, got an expanded tensor, which "
+                "cannot be written to in place; pass its clone(), or inplace=False"
+            )
 
 
 def _check_all(lists: list[list[Any]], indices: Iterable[int], where: Callable[[int], str]) -> None:
@@ -177,6 +200,8 @@ def _check(average: Any, new: Any, where: Callable[[], str]) -> None:
     if reason is not None:
         raise TypeError(f"{where()}: expected a dense tensor, got {reason}")
     dtensor.check(average, new, where)
+    if new.is_meta and not average.is_meta:
+        raise TypeError(f"{where()}: expected a tensor with values, got one on the meta device")
     if average.shape != new.shape:
         hint = "a parameter of size 0 is one that an engine has partitioned away, gather it first"
         raise ValueError(

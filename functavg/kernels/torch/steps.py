@@ -68,7 +68,8 @@ def lerp(groups: list[Group], weights: list[Weight], inplace: bool) -> list[list
 
 def _lerp_group(group: Group, weights: list[Weight], inplace: bool) -> list[list[Tensor]]:
     steps = [(olds, _weight_of(weight, olds[0])) for olds, weight in zip(group.averages, weights, strict=False)]
-    return unsharded(group, _step(group, steps, group.averages[len(weights) :], inplace))
+    narrow = [leaves for leaves in group.averages[len(weights) :] if leaves[0] is not steps[0][0][0]]
+    return unsharded(group, _step(group, steps, narrow, inplace))
 
 
 def unsharded(group: Group, results: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -98,7 +99,8 @@ def _step(
 ) -> list[list[Tensor]]:
     if all(is_host(weight) and weight == 0 for _, weight in steps):
         return [olds for olds, _ in steps]
-    if not group.foreach or not all(is_host(weight) for _, weight in steps):
+    grouped = group.foreach and all(is_host(weight) and not _is_poor(olds[0].dtype) for olds, weight in steps)
+    if not grouped:
         results = [
             [lerp_leaf(old, new, weight, inplace) for old, new in zip(olds, group.news, strict=True)]
             for olds, weight in steps
@@ -131,7 +133,8 @@ def lerp_leaf(old: Tensor, new: Tensor, weight: Weight, inplace: bool) -> Tensor
         return old
     if weight == 1:
         return written(old, new) if inplace else new.to(old.device, old.dtype, copy=True)
-    result = torch.lerp(old, new.to(old.device, old.dtype), weight)  # vmap has no rule for lerp_
+    start = old.to(_computed_in(old.dtype))
+    result = torch.lerp(start, new.to(old.device, start.dtype), weight).to(old.dtype)  # vmap has no rule for lerp_
     return written(old, result) if inplace else result
 
 
@@ -142,11 +145,22 @@ def _lerp_leaf_selected(old: Tensor, new: Tensor, weight: Tensor, inplace: bool)
         result = torch.where(weight == 0, old, new.to(old.device, old.dtype))
     else:
         low = not old.is_complex() and old.dtype.itemsize < 4
-        start = old.to(torch.float32) if low else old
+        start = old.to(torch.float32 if low else _computed_in(old.dtype))
         new = new.to(old.device, start.dtype)
         moved = torch.lerp(start, new, weight.to(start.dtype))
         result = torch.where(weight == 1, new, torch.where(weight == 0, start, moved)).to(old.dtype)
     return written(old, result) if inplace else result
+
+
+def _is_poor(dtype: torch.dtype) -> bool:
+    """Tell whether torch computes with a dtype too little for a step: float8 and complex32."""
+    return (dtype.is_floating_point and dtype.itemsize == 1) or dtype == torch.complex32
+
+
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    if not _is_poor(dtype):
+        return dtype
+    return torch.complex64 if dtype.is_complex else torch.float32
 
 
 def written(old: Tensor, new: Tensor) -> Tensor:
