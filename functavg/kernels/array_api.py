@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from functavg.kernels import dtypes
+from functavg.kernels import numpy as host
 from functavg.scalars import is_host
 from functavg.state import Count, Weight
 
@@ -54,7 +55,7 @@ def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], 
         foreign = isinstance(new, (np.ndarray, np.generic, bool, int, float, complex))
         if not foreign and not hasattr(new, "__array_namespace__"):
             raise TypeError(f"{where(index)}: expected an array of {library.__name__}, got {type(new).__name__}")
-        reason = refusal(np.asarray(new) if foreign else new)
+        reason = host.refusal(new) if foreign else refusal(new)
         if reason is not None:
             raise TypeError(f"{where(index)}: expected an array of numbers, got {reason}")
         new = library.asarray(new) if foreign else new
