@@ -71,6 +71,8 @@ def divide(pairs: Pairs, use_buffers: UseBuffers) -> Copies:
 
 def _of_twins(pairs: Pairs) -> Copies | None:
     """Return the copies where every buffer has a counterpart of its own that is just like it; None elsewhere."""
+    if not pairs.buffers:
+        return Copies()
     names = [path.rpartition(".")[2] for path, _, _ in pairs.buffers]
     try:
         olds: list[Any] = [average._buffers[name] for name, (_, average, _) in zip(names, pairs.buffers, strict=True)]

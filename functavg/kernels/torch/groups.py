@@ -21,6 +21,7 @@ _KINDS = {
     dtype: dtypes.kind_of(dtypes.name_of(dtype)) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
 _PLAIN = {Tensor, Parameter}
+_DENSE = {torch.strided}
 
 # Attributes of thousands of tensors are read in loops of C.
 _shape, _dtype, _device, _layout, _is_meta = map(operator.attrgetter, ("shape", "dtype", "device", "layout", "is_meta"))
@@ -138,13 +139,11 @@ def are_twins(olds: list[Any], news: list[Any]) -> bool:
 
 def _are_alike(lists: list[list[Any]]) -> bool:
     """Tell, faster than leaf by leaf, whether all lists hold plain dense tensors, and those of the same shapes."""
-    if not all(set(map(type, leaves)) <= _PLAIN for leaves in lists):
+    if not all(set(map(type, leaves)) <= _PLAIN and set(map(_layout, leaves)) <= _DENSE for leaves in lists):
         return False
     try:
         shapes = list(map(_shape, lists[0]))
-        return all(list(map(_shape, leaves)) == shapes for leaves in lists[1:]) and {
-            layout for leaves in lists for layout in map(_layout, leaves)
-        } == {torch.strided}
+        return all(list(map(_shape, leaves)) == shapes for leaves in lists[1:])
     except RuntimeError:  # a nested tensor, which has no shape
         return False
 
