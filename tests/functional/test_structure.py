@@ -111,7 +111,7 @@ def test_another_library_or_kind_is_named_for_jax() -> None:
         (torch.ones(2), r"tree: expected an array of jax\.numpy, got Tensor"),
         ("text", r"tree: expected an array of jax\.numpy, got str"),
         (jnp.ones(2, jnp.complex64), "tree: expected float32 or what it can hold, got complex64"),
-        (np.array(["a", "b"]), "tree: expected an array of numbers, got an array of dtype"),
+        (np.array(["a", "b"]), "tree: expected an array of numbers, got a numpy array of dtype"),
     ):
         with pytest.raises(TypeError, match=message):
             update(jnp.ones(2), new)
