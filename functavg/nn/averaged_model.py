@@ -137,35 +137,42 @@ class AveragedModel(SavedAverage):
             if carry_out is None:
                 pairing.reshard(model)
                 pairing.reshard(self.module)
-                carry_out = self._checked(pairing.pairs(self.module, model), steps)
+                found = pairing.pairs(self.module, model)
+                copies = buffers.divide(found, self.use_buffers)
+                carry_out = self._checked(found.averages, found.news, copies, steps)
             carry_out()
 
     def _checked_in_step(self, model: Module, steps: Count) -> Callable[[], None] | None:
         """Return the function that updates without spelling names, None where a rule or an error needs them."""
         if self.use_buffers or not _is_blind_to_names(self.rule):
             return None
+        found = pairing.in_step(self.module, model)
+        copies = None if found is None else buffers.in_step(*found)
+        if found is None or copies is None:
+            return None
+        mine, theirs = found
         try:
-            found = pairing.in_step(self.module, model)
-            return None if found is None else self._checked(found, steps)
+            return self._checked(dict(enumerate(mine.parameters)), dict(enumerate(theirs.parameters)), copies, steps)
         except (TypeError, ValueError):  # nothing was changed; the way by name can say where
             return None
 
-    def _checked(self, found: pairing.Pairs, steps: Count) -> Callable[[], None]:
+    def _checked(
+        self, averages: dict[Any, Tensor], news: dict[Any, Tensor], copies: buffers.Copies, steps: Count
+    ) -> Callable[[], None]:
         """Plan and check an update of these tensors; return the function that carries it out.
 
         Raises:
             TypeError, ValueError: the model does not fit.
         """
-        copies = buffers.divide(found, self.use_buffers)
         replacements = buffers.replacements(copies, self._device)
-        values = self._wide.get(found.averages)
+        values = self._wide.get(averages)
         before = self._beside.state(self._count.read(self.n_averaged), values)
-        plan = planned(self.rule, found.news, before, steps)
+        plan = planned(self.rule, news, before, steps)
         step = plan.average
-        is_wide = values is not found.averages
+        is_wide = values is not averages
         rounds = isinstance(step, Lerp) and step.old is values
         if is_wide and rounds:
-            plan = plan._replace(average=replace(step, narrow=found.averages))
+            plan = plan._replace(average=replace(step, narrow=averages))
         write = checked((plan, Lerp(copies.averages, copies.news, 1.0)), inplace=True)
 
         def carry_out() -> None:
@@ -175,9 +182,9 @@ class AveragedModel(SavedAverage):
             self._beside.keep(after)
             self.n_averaged = self._count.write(self.n_averaged, after.count)
             if is_wide and (rounds or step is before.average):
-                self._wide.keep(found.averages, values)
+                self._wide.keep(averages, values)
             elif is_wide:
-                self._wide.write(found.averages, values)
+                self._wide.write(averages, values)
 
         return carry_out
 

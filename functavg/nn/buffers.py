@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
-from functavg.kernels.torch.groups import are_twins, refusal
-from functavg.nn.pairing import Pairs, as_dict, is_averageable
+from functavg.kernels.torch.groups import refusal
+from functavg.nn.pairing import Pairs, Tensors, as_dict, is_averageable
 
 
 @dataclass
@@ -44,9 +43,6 @@ class Copies:
 
 def divide(pairs: Pairs, use_buffers: UseBuffers) -> Copies:
     """Move the buffers that are averaged to the tensors of ``pairs``; return the others."""
-    copies = None if use_buffers else _of_twins(pairs)
-    if copies is not None:
-        return copies
     copies = Copies()
     takers: dict[int, Tensor] = {}
     parameters = dict(zip(map(id, pairs.averages.values()), pairs.news.values(), strict=True))
@@ -69,20 +65,11 @@ def divide(pairs: Pairs, use_buffers: UseBuffers) -> Copies:
     return copies
 
 
-def _of_twins(pairs: Pairs) -> Copies | None:
-    """Return the copies where every buffer has a counterpart of its own that is just like it; None elsewhere."""
-    if not pairs.buffers:
-        return Copies()
-    names = [path.rpartition(".")[2] for path, _, _ in pairs.buffers]
-    try:
-        olds: list[Any] = [average._buffers[name] for name, (_, average, _) in zip(names, pairs.buffers, strict=True)]
-    except KeyError:
+def in_step(mine: Tensors, theirs: Tensors) -> Copies | None:
+    """Return the copies where every buffer has its counterpart; None where one is a parameter too."""
+    if not set(map(id, mine.buffers)).isdisjoint(map(id, mine.parameters)):
         return None
-    news: list[Any] = [model._buffers[name] for name, (_, _, model) in zip(names, pairs.buffers, strict=True)]
-    known = set(map(id, olds))
-    if len(known) != len(olds) or not known.isdisjoint(map(id, pairs.averages.values())) or not are_twins(olds, news):
-        return None
-    return Copies(olds, news)
+    return Copies(mine.buffers, theirs.buffers)
 
 
 def replacements(copies: Copies, device: Callable[[], torch.device | None]) -> list[Replacement]:

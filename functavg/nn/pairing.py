@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -20,9 +19,6 @@ _WRAPPERS = {
     ("torch._dynamo.eval_frame", "OptimizedModule"): "_orig_mod",
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"): "_checkpoint_wrapped_module",
 }
-_DEPTH = 100
-"""Levels of modules that are walked without looking for cycles."""
-
 _FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 _FSDP2 = ("torch.distributed.fsdp", "FSDPModule")
 _SPECTRAL_NORM = ("torch.nn.utils.parametrizations", "_SpectralNorm")
@@ -78,6 +74,14 @@ class Pairs:
     buffers: list[tuple[str, Module, Module]] = field(default_factory=list)
 
 
+@dataclass
+class Tensors:
+    """What one of two models holds that are walked in step."""
+
+    parameters: list[Any] = field(default_factory=list)
+    buffers: list[Any] = field(default_factory=list)
+
+
 def pairs(average: Module, model: Module) -> Pairs:
     """Return the parameters and buffers of an average with those of a model.
 
@@ -99,56 +103,51 @@ def pairs(average: Module, model: Module) -> Pairs:
     return walk.found
 
 
-def in_step(average: Module, model: Module) -> Pairs | None:
-    """Return the parameters of both in one order, and their buffers, with numbers for names.
+def in_step(average: Module, model: Module) -> tuple[Tensors, Tensors] | None:
+    """Return the parameters and buffers of both, in one order.
 
-    This is what ``pairs`` finds, many times faster, for two models whose modules and parameters have the same names in
-    the same order and no wrappers; None for all others.
+    This is what ``pairs`` finds, many times faster, for two models whose modules, parameters and buffers have the same
+    names in the same order and no wrappers; None for all others.
     """
-    mine, theirs = _Layout(average), _Layout(unwrap(model))
-    if not (mine.visit() and theirs.visit() and mine.names == theirs.names):
+    mine, theirs = Tensors(), Tensors()
+    modules, others = [average], [unwrap(model)]
+    parents: set[int] = set()
+    for module, other in zip(modules, others, strict=True):  # both grow on the way
+        ours, its = vars(module), vars(other)
+        old, new = ours["_parameters"], its["_parameters"]
+        if old or new:
+            if [*old.keys()] != [*new.keys()]:
+                return None
+            mine.parameters += old.values()
+            theirs.parameters += new.values()
+        if its["_buffers"]:  # those that only the average has stay as they are
+            old, new = ours["_buffers"], its["_buffers"]
+            if [*old.keys()] != [*new.keys()]:
+                return None
+            mine.buffers += old.values()
+            theirs.buffers += new.values()
+        old, new = ours["_modules"], its["_modules"]
+        if old or new:
+            # A module in two places would be walked twice, and one within itself without end.
+            if [*old.keys()] != [*new.keys()] or None in old.values() or None in new.values() or id(module) in parents:
+                return None
+            parents.add(id(module))
+            modules += old.values()
+            others += new.values()
+    if any(map(_is_special, {*map(type, modules), *map(type, others)})):
         return None
-    if any(map(_is_special, {*map(type, mine.modules), *map(type, theirs.modules)})):
-        return None
-    averages, news = mine.parameters, theirs.parameters
-    if type(None) in {*map(type, averages), *map(type, news)}:
-        if [tensor is None for tensor in averages] != [tensor is None for tensor in news]:
-            return None
-        averages, news = ([tensor for tensor in leaves if tensor is not None] for leaves in (averages, news))
-    stores = [module._buffers for module in theirs.modules]
-    both = zip(mine.modules, theirs.modules, stores, strict=True) if any(stores) else ()
-    buffers = [(name, one, other) for one, other, names in both for name in names]
-    return Pairs(dict(enumerate(averages)), dict(enumerate(news)), buffers)
+    return (mine, theirs) if _share_gaps(mine, theirs) else None
 
 
-class _Layout:
-    """The modules and parameters of a model, level by level; thousands of modules are read in loops of C."""
-
-    def __init__(self, root: Module) -> None:
-        self.modules: list[Module] = [root]
-        self.names: list[str | int] = []
-        """For each level the names of its parameters and children, with their numbers in each module."""
-        self.parameters: list[Any] = []
-
-    def visit(self) -> bool:
-        """Read the model; tell whether that was possible: not with scripted or shared modules, nor with cycles."""
-        level: list[Any] = self.modules
-        for _ in range(_DEPTH):
-            parameters = [module._parameters for module in level]
-            children = [module._modules for module in level]
-            if not all(issubclass(kind, dict) for kind in {*map(type, parameters), *map(type, children)}):
+def _share_gaps(mine: Tensors, theirs: Tensors) -> bool:
+    """Take out what is registered as None; tell whether it was in the same places."""
+    for ours, its in ((mine.parameters, theirs.parameters), (mine.buffers, theirs.buffers)):
+        if type(None) in {*map(type, ours), *map(type, its)}:
+            if [tensor is None for tensor in ours] != [tensor is None for tensor in its]:
                 return False
-            for stores in (parameters, children):
-                self.names += chain.from_iterable(stores)
-                self.names += map(len, stores)
-            self.parameters += chain.from_iterable(map(dict.values, parameters))
-            level = [child for store in children for child in store.values()]
-            if not level:
-                return True
-            if type(None) in set(map(type, level)) or len(set(map(id, level))) != len(level):
-                return False
-            self.modules += level
-        return False
+            for tensors in (ours, its):
+                tensors[:] = [tensor for tensor in tensors if tensor is not None]
+    return True
 
 
 def tensors(model: Module) -> Iterator[tuple[str, Tensor]]:

@@ -24,7 +24,7 @@ _PLAIN = {Tensor, Parameter}
 _DENSE = {torch.strided}
 
 # Attributes of thousands of tensors are read in loops of C.
-_shape, _dtype, _device, _layout, _is_meta = map(operator.attrgetter, ("shape", "dtype", "device", "layout", "is_meta"))
+_shape, _dtype, _device, _layout, _is_cpu = map(operator.attrgetter, ("shape", "dtype", "device", "layout", "is_cpu"))
 
 
 @dataclass(frozen=True)
@@ -113,28 +113,21 @@ def prepared(
         ]
     alike = not transformed and _are_alike(lists)
     if alike:
-        places = _places(lists, (_dtype, _device))
+        on_cpu = all(all(map(_is_cpu, leaves)) for leaves in lists)  # one device, then, and that takes long to read
+        places = _places(lists, (_dtype,) if on_cpu else (_dtype, _device))
         _check_all(lists, [indices[0] for indices in places], where)  # what else is checked is the same in a group
     else:
         _check_all(lists, range(len(news)), where)
         places = [[index] for index in range(len(news))] if transformed else _places(lists, (type, _dtype, _device))
     if inplace and not transformed:
         for olds in averages:
-            _check_writable(olds, where)
+            if not (alike and all(map(Tensor.is_contiguous, olds))):
+                _check_writable(olds, where)
     if len(places) == 1:
         return [_group(places[0], lists, transformed)]
     return [
         _group(indices, [[leaves[index] for index in indices] for leaves in lists], transformed) for indices in places
     ]
-
-
-def are_twins(olds: list[Any], news: list[Any]) -> bool:
-    """Tell, faster than leaf by leaf, whether tensors that can be averaged have the shapes and dtypes of others."""
-    if not _are_alike([olds, news]) or list(map(_dtype, olds)) != list(map(_dtype, news)):
-        return False
-    if any(map(_is_meta, news)) and not all(map(_is_meta, olds)):
-        return False
-    return all(_KINDS.get(dtype) is not None for dtype in set(map(_dtype, olds)))
 
 
 def _are_alike(lists: list[list[Any]]) -> bool:
@@ -175,8 +168,6 @@ def _is_grouped(leaves: list[Tensor]) -> bool:
 
 
 def _check_writable(averages: list[Any], where: Callable[[int], str]) -> None:
-    if set(map(type, averages)) <= _PLAIN and all(map(Tensor.is_contiguous, averages)):
-        return
     for index, leaf in enumerate(averages):
         if any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
             raise TypeError(
