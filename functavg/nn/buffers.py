@@ -67,7 +67,7 @@ def divide(pairs: Pairs, use_buffers: UseBuffers) -> Copies:
 
 def in_step(mine: Tensors, theirs: Tensors) -> Copies | None:
     """Return the copies where every buffer has its counterpart; None where one is a parameter too."""
-    if not set(map(id, mine.buffers)).isdisjoint(map(id, mine.parameters)):
+    if mine.buffers and not set(map(id, mine.buffers)).isdisjoint(map(id, mine.parameters)):
         return None
     return Copies(mine.buffers, theirs.buffers)
 

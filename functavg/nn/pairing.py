@@ -109,34 +109,41 @@ def in_step(average: Module, model: Module) -> tuple[Tensors, Tensors] | None:
     This is what ``pairs`` finds, many times faster, for two models whose modules, parameters and buffers have the same
     names in the same order and no wrappers; None for all others.
     """
+    try:
+        found = _found_in_step(average, unwrap(model))
+    except (KeyError, TypeError):  # scripted modules, and others that hold their tensors in their own way; FSDP1
+        return None
+    return found if found is not None and _share_gaps(*found) else None
+
+
+def _found_in_step(average: Module, model: Module) -> tuple[Tensors, Tensors] | None:
     mine, theirs = Tensors(), Tensors()
-    modules, others = [average], [unwrap(model)]
+    modules, others = [average], [model]
     parents: set[int] = set()
     for module, other in zip(modules, others, strict=True):  # both grow on the way
-        ours, its = vars(module), vars(other)
+        ours, its = vars(module), vars(other)  # attributes of modules take longer
         old, new = ours["_parameters"], its["_parameters"]
         if old or new:
-            if [*old.keys()] != [*new.keys()]:
+            if [*old] != [*new]:
                 return None
             mine.parameters += old.values()
             theirs.parameters += new.values()
         if its["_buffers"]:  # those that only the average has stay as they are
             old, new = ours["_buffers"], its["_buffers"]
-            if [*old.keys()] != [*new.keys()]:
+            if [*old] != [*new]:
                 return None
             mine.buffers += old.values()
             theirs.buffers += new.values()
         old, new = ours["_modules"], its["_modules"]
         if old or new:
             # A module in two places would be walked twice, and one within itself without end.
-            if [*old.keys()] != [*new.keys()] or None in old.values() or None in new.values() or id(module) in parents:
+            if [*old] != [*new] or None in old.values() or None in new.values() or id(module) in parents:
                 return None
             parents.add(id(module))
             modules += old.values()
             others += new.values()
-    if any(map(_is_special, {*map(type, modules), *map(type, others)})):
-        return None
-    return (mine, theirs) if _share_gaps(mine, theirs) else None
+    is_special = any(map(_is_special, {*map(type, modules), *map(type, others)}))
+    return None if is_special else (mine, theirs)
 
 
 def _share_gaps(mine: Tensors, theirs: Tensors) -> bool:

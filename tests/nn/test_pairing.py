@@ -321,6 +321,25 @@ def test_a_module_within_itself_is_not_walked_in_step():
     assert pairing.in_step(model, model) is None
 
 
+class Forwarding(nn.Module):
+    """A module that holds another's parameters as its own, by properties."""
+
+    def __init__(self, inner):
+        self.__dict__["inner"] = inner
+
+    _parameters = property(lambda self: self.inner._parameters)
+    _buffers = property(lambda self: self.inner._buffers)
+    _modules = property(lambda self: self.inner._modules)
+
+
+def test_modules_that_hold_their_parameters_in_their_own_way_are_averaged():
+    averaged = quarter(scalar())
+    model = Forwarding(scalar(1.0))
+    assert pairing.in_step(averaged.module, model) is None
+    averaged.update_parameters(model)
+    assert all_values(averaged) == {0.25}
+
+
 def test_buffers_that_only_the_average_has_stay_as_they_are():
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     averaged = quarter(model)

@@ -21,10 +21,11 @@ _KINDS = {
     dtype: dtypes.kind_of(dtypes.name_of(dtype)) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
 _PLAIN = {Tensor, Parameter}
-_DENSE = {torch.strided}
 
-# Attributes of thousands of tensors are read in loops of C.
-_shape, _dtype, _device, _layout, _is_cpu = map(operator.attrgetter, ("shape", "dtype", "device", "layout", "is_cpu"))
+# Attributes of thousands of tensors are read in loops of C. Facts are what leaves of one call have in common.
+_shape = operator.attrgetter("shape")
+_plain_facts = operator.attrgetter("dtype", "device", "layout")
+_facts = operator.attrgetter("__class__", "dtype", "device")
 
 
 @dataclass(frozen=True)
@@ -113,12 +114,11 @@ def prepared(
         ]
     alike = not transformed and _are_alike(lists)
     if alike:
-        on_cpu = all(all(map(_is_cpu, leaves)) for leaves in lists)  # one device, then, and that takes long to read
-        places = _places(lists, (_dtype,) if on_cpu else (_dtype, _device))
+        places = _places(lists, _plain_facts)
         _check_all(lists, [indices[0] for indices in places], where)  # what else is checked is the same in a group
     else:
         _check_all(lists, range(len(news)), where)
-        places = [[index] for index in range(len(news))] if transformed else _places(lists, (type, _dtype, _device))
+        places = [[index] for index in range(len(news))] if transformed else _places(lists, _facts)
     if inplace and not transformed:
         for olds in averages:
             if not (alike and all(map(Tensor.is_contiguous, olds))):
@@ -131,8 +131,8 @@ def prepared(
 
 
 def _are_alike(lists: list[list[Any]]) -> bool:
-    """Tell, faster than leaf by leaf, whether all lists hold plain dense tensors, and those of the same shapes."""
-    if not all(set(map(type, leaves)) <= _PLAIN and set(map(_layout, leaves)) <= _DENSE for leaves in lists):
+    """Tell, faster than leaf by leaf, whether all lists hold plain tensors, and those of the same shapes."""
+    if not all(set(map(type, leaves)) <= _PLAIN for leaves in lists):
         return False
     try:
         shapes = list(map(_shape, lists[0]))
@@ -141,12 +141,12 @@ def _are_alike(lists: list[list[Any]]) -> bool:
         return False
 
 
-def _places(lists: list[list[Any]], facts: Sequence[Callable[[Any], Hashable]]) -> list[Sequence[int]]:
+def _places(lists: list[list[Any]], facts: Callable[[Any], Hashable]) -> list[Sequence[int]]:
     """Return the places of the leaves that have these facts in common in all lists."""
-    if all(len(set(map(fact, leaves))) == 1 for leaves in lists for fact in facts):
+    if all(len(set(map(facts, leaves))) == 1 for leaves in lists):
         return [range(len(lists[0]))]
     places: dict[Hashable, list[int]] = {}
-    for index, key in enumerate(zip(*[map(fact, leaves) for leaves in lists for fact in facts], strict=True)):
+    for index, key in enumerate(zip(*[map(facts, leaves) for leaves in lists], strict=True)):
         places.setdefault(key, []).append(index)
     return list(places.values())
 
