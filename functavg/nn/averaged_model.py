@@ -165,6 +165,7 @@ class AveragedModel(SavedAverage):
             TypeError, ValueError: the model does not fit.
         """
         replacements = buffers.replacements(copies, self._device)
+        copy = checked(Lerp(copies.averages, copies.news, 1.0), inplace=True)
         values = self._wide.get(averages)
         before = self._beside.state(self._count.read(self.n_averaged), values)
         plan = planned(self.rule, news, before, steps)
@@ -173,10 +174,11 @@ class AveragedModel(SavedAverage):
         rounds = isinstance(step, Lerp) and step.old is values
         if is_wide and rounds:
             plan = plan._replace(average=replace(step, narrow=averages))
-        write = checked((plan, Lerp(copies.averages, copies.news, 1.0)), inplace=True)
+        write = checked(plan, inplace=True)
 
         def carry_out() -> None:
-            after, _ = write()
+            after = write()
+            copy()
             for replacement in replacements:
                 replacement.carry_out()
             self._beside.keep(after)

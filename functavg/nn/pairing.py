@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from functavg.trees import some
 
@@ -21,6 +21,7 @@ _WRAPPERS = {
 }
 _FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 _FSDP2 = ("torch.distributed.fsdp", "FSDPModule")
+_PLAIN = {Tensor, Parameter, type(None)}
 _SPECTRAL_NORM = ("torch.nn.utils.parametrizations", "_SpectralNorm")
 _SPECTRAL_NORM_HOOK = ("torch.nn.utils.spectral_norm", "SpectralNorm")
 
@@ -106,8 +107,9 @@ def pairs(average: Module, model: Module) -> Pairs:
 def in_step(average: Module, model: Module) -> tuple[Tensors, Tensors] | None:
     """Return the parameters and buffers of both, in one order.
 
-    This is what ``pairs`` finds, many times faster, for two models whose modules, parameters and buffers have the same
-    names in the same order and no wrappers; None for all others.
+    This is what ``pairs`` finds, many times faster, for two models of plain tensors whose modules, parameters and
+    buffers have the same names in the same order and no wrappers; None for all others. (An update that fails in step
+    is planned once more by name. A plan for shards may talk to other ranks, which would not be there to answer.)
     """
     try:
         found = _found_in_step(average, unwrap(model))
@@ -147,9 +149,12 @@ def _found_in_step(average: Module, model: Module) -> tuple[Tensors, Tensors] | 
 
 
 def _share_gaps(mine: Tensors, theirs: Tensors) -> bool:
-    """Take out what is registered as None; tell whether it was in the same places."""
+    """Take out what is registered as None; tell whether it was in the same places, and all else are plain tensors."""
     for ours, its in ((mine.parameters, theirs.parameters), (mine.buffers, theirs.buffers)):
-        if type(None) in {*map(type, ours), *map(type, its)}:
+        kinds = {*map(type, ours), *map(type, its)}
+        if not kinds <= _PLAIN:
+            return False
+        if type(None) in kinds:
             if [tensor is None for tensor in ours] != [tensor is None for tensor in its]:
                 return False
             for tensors in (ours, its):

@@ -207,3 +207,27 @@ def test_an_update_of_shards_calls_no_collective(mesh: DeviceMesh, monkeypatch: 
         state = rule.update(params, state, inplace=True)
         rule.update(params, state)
     assert counted.get_total_counts() == 0
+
+
+def test_what_skips_asks_the_ranks_once_an_update_whatever_does_not_fit(mesh: DeviceMesh) -> None:
+    """A buffer that was resized on one rank alone must not make it ask once more than the others."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    def model() -> nn.Module:
+        made = nn.Module()
+        made.weight = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
+        made.register_buffer("cache", torch.zeros(2))
+        return made
+
+    trained = model()
+    averaged = AveragedModel(trained, module=model(), rule=functavg.SkipNonFinite(functavg.SWA()))
+    averaged.update_parameters(trained)
+    for misfit in (torch.zeros(3), torch.eye(3).to_sparse(), None):
+        trained.cache = misfit
+        with CommDebugMode() as counted:
+            averaged.update_parameters(trained)
+        assert counted.get_total_counts() == 1
+    trained.weight = nn.Parameter(distribute_tensor(torch.zeros(5), mesh, [Shard(0)]))
+    with CommDebugMode() as counted, pytest.raises(ValueError, match=r"expected shape \(4,\), got \(5,\)"):
+        averaged.update_parameters(trained)
+    assert counted.get_total_counts() == 1

@@ -15,7 +15,6 @@ from torch.nn.utils import parametrizations, parametrize
 import functavg
 from functavg import EMA, AveragedModel
 from functavg.combinators import Several
-from functavg.nn import pairing
 from functavg.rules.lawa import LAWA
 from tests import oracle
 from tests.nn.helpers import (
@@ -280,74 +279,6 @@ def test_a_traced_graph_is_averaged():
     averaged = quarter(model)
     averaged.update_parameters(model)
     assert all_values(averaged) == {0.25}
-
-
-# ---- the two walks
-
-
-def with_gaps(*gaps):
-    """Return a model in which some parameters, buffers or modules are registered as None."""
-    model = nn.Sequential(Net(), nn.Linear(2, 2), nn.BatchNorm1d(2))
-    for name in gaps:
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, None)
-    return model
-
-
-@pytest.mark.parametrize("gaps", [(), ("1.bias",), ("2.running_mean", "1.weight"), ("2.weight", "2.running_var")])
-def test_the_walk_in_step_finds_what_the_walk_by_name_finds(gaps):
-    average, model = with_gaps(*gaps), with_gaps(*gaps)
-    found = pairing.pairs(average, model)
-    expected = [
-        (average.get_parameter(name), model.get_parameter(name))
-        if name in found.news
-        else (average.get_buffer(name), model.get_buffer(name))
-        for name in [*found.news, *(name for name, _, _ in found.buffers if not name.endswith(gaps or "?"))]
-    ]
-    mine, theirs = pairing.in_step(average, model)
-    pairs = zip(mine.parameters + mine.buffers, theirs.parameters + theirs.buffers, strict=True)
-    assert {(id(old), id(new)) for old, new in pairs} == {(id(old), id(new)) for old, new in expected}
-
-
-@pytest.mark.parametrize("gap", ["1.weight", "1.bias", "2.weight", "2.running_mean", "0.norm", "1"])
-def test_models_with_gaps_in_other_places_are_not_walked_in_step(gap):
-    assert pairing.in_step(with_gaps(), with_gaps(gap)) is None
-    assert pairing.in_step(with_gaps(gap), with_gaps()) is None
-
-
-def test_a_module_within_itself_is_not_walked_in_step():
-    model = scalar()
-    model.itself = model
-    assert pairing.in_step(model, model) is None
-
-
-class Forwarding(nn.Module):
-    """A module that holds another's parameters as its own, by properties."""
-
-    def __init__(self, inner):
-        self.__dict__["inner"] = inner
-
-    _parameters = property(lambda self: self.inner._parameters)
-    _buffers = property(lambda self: self.inner._buffers)
-    _modules = property(lambda self: self.inner._modules)
-
-
-def test_modules_that_hold_their_parameters_in_their_own_way_are_averaged():
-    averaged = quarter(scalar())
-    model = Forwarding(scalar(1.0))
-    assert pairing.in_step(averaged.module, model) is None
-    averaged.update_parameters(model)
-    assert all_values(averaged) == {0.25}
-
-
-def test_buffers_that_only_the_average_has_stay_as_they_are():
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    averaged = quarter(model)
-    averaged.module[0].register_buffer("note", torch.tensor(7.0))
-    assert pairing.in_step(averaged.module, model) is not None
-    averaged.update_parameters(model)
-    assert all_values(averaged) == {0.25}
-    assert averaged.module[0].note.item() == 7.0
 
 
 # ---- what does not fit
