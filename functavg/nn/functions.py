@@ -24,7 +24,8 @@ class MultiAvgFn(AveragingRule):
 
     The first update copies. ``count`` counts models: it grows by 1 whatever ``steps`` is. The function is called once
     for each group of averages of one dtype and device, with real and complex tensors only; integers and bools take the
-    newest value.
+    newest value. As it takes them together, new values of another dtype or device are converted together, too: a whole
+    group of them is in memory then.
 
     Args:
         fn: ``fn(averages, news, count) -> None`` with two lists of tensors of the same shapes, dtype and device, the
