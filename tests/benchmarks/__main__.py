@@ -186,6 +186,8 @@ _HEAD = """# Performance
 
 One update of an average of weights, against the limit of memory and against other libraries. The limit is one
 contiguous `lerp_` of as many elements. All contenders of a table take turns in one process; ratios are of least times.
+How far apart works are that do the same, such as `AveragedModel` by EMA and by SWA, tells how far to trust them. Works
+that make new tensors pay for new pages here; where the allocator has pages left over, they can be twice as fast.
 Written by `tox -e bench` on {machine}, with Python {python}, torch {torch} and numpy {numpy}."""
 
 if __name__ == "__main__":
