@@ -147,10 +147,10 @@ class AveragedModel(SavedAverage):
         if self.use_buffers or not _is_blind_to_names(self.rule):
             return None
         found = pairing.in_step(self.module, model)
-        copies = None if found is None else buffers.in_step(*found)
-        if found is None or copies is None:
+        if found is None:
             return None
         mine, theirs = found
+        copies = buffers.Copies(mine.buffers, theirs.buffers)
         try:
             return self._checked(dict(enumerate(mine.parameters)), dict(enumerate(theirs.parameters)), copies, steps)
         except (TypeError, ValueError):  # nothing was changed; the way by name can say where

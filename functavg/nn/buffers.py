@@ -11,7 +11,7 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from functavg.kernels.torch.groups import refusal
-from functavg.nn.pairing import Pairs, Tensors, as_dict, is_averageable
+from functavg.nn.pairing import Pairs, as_dict, is_averageable
 
 
 @dataclass
@@ -63,13 +63,6 @@ def divide(pairs: Pairs, use_buffers: UseBuffers) -> Copies:
             copies.averages.append(old)
             copies.news.append(new)
     return copies
-
-
-def in_step(mine: Tensors, theirs: Tensors) -> Copies | None:
-    """Return the copies where every buffer has its counterpart; None where one is a parameter too."""
-    if mine.buffers and not set(map(id, mine.buffers)).isdisjoint(map(id, mine.parameters)):
-        return None
-    return Copies(mine.buffers, theirs.buffers)
 
 
 def replacements(copies: Copies, device: Callable[[], torch.device | None]) -> list[Replacement]:

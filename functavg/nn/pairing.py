@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
+from functavg.kernels.torch.groups import PLAIN
 from functavg.trees import some
 
 # Wrappers by module and class, so that nothing is imported to recognise them, with the attribute that holds the model.
@@ -21,7 +22,6 @@ _WRAPPERS = {
 }
 _FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 _FSDP2 = ("torch.distributed.fsdp", "FSDPModule")
-_PLAIN = {Tensor, Parameter, type(None)}
 _SPECTRAL_NORM = ("torch.nn.utils.parametrizations", "_SpectralNorm")
 _SPECTRAL_NORM_HOOK = ("torch.nn.utils.spectral_norm", "SpectralNorm")
 
@@ -108,14 +108,15 @@ def in_step(average: Module, model: Module) -> tuple[Tensors, Tensors] | None:
     """Return the parameters and buffers of both, in one order.
 
     This is what ``pairs`` finds, many times faster, for two models of plain tensors whose modules, parameters and
-    buffers have the same names in the same order and no wrappers; None for all others. (An update that fails in step
-    is planned once more by name. A plan for shards may talk to other ranks, which would not be there to answer.)
+    buffers have the same names in the same order and no wrappers; None for all others, and where a buffer of the
+    average is a parameter too. (An update that fails in step is planned once more by name. A plan for shards may talk
+    to other ranks, which would not be there to answer.)
     """
     try:
         found = _found_in_step(average, unwrap(model))
     except (KeyError, TypeError):  # scripted modules, and others that hold their tensors in their own way; FSDP1
         return None
-    return found if found is not None and _share_gaps(*found) else None
+    return found if found is not None and _are_counterparts(*found) else None
 
 
 def _found_in_step(average: Module, model: Module) -> tuple[Tensors, Tensors] | None:
@@ -148,18 +149,18 @@ def _found_in_step(average: Module, model: Module) -> tuple[Tensors, Tensors] | 
     return None if is_special else (mine, theirs)
 
 
-def _share_gaps(mine: Tensors, theirs: Tensors) -> bool:
-    """Take out what is registered as None; tell whether it was in the same places, and all else are plain tensors."""
+def _are_counterparts(mine: Tensors, theirs: Tensors) -> bool:
+    """Take out what is None in both; tell whether the rest are pairs of plain tensors, no buffer a parameter too."""
     for ours, its in ((mine.parameters, theirs.parameters), (mine.buffers, theirs.buffers)):
         kinds = {*map(type, ours), *map(type, its)}
-        if not kinds <= _PLAIN:
-            return False
         if type(None) in kinds:
             if [tensor is None for tensor in ours] != [tensor is None for tensor in its]:
                 return False
             for tensors in (ours, its):
                 tensors[:] = [tensor for tensor in tensors if tensor is not None]
-    return True
+        if not kinds - {type(None)} <= PLAIN:
+            return False
+    return not mine.buffers or set(map(id, mine.buffers)).isdisjoint(map(id, mine.parameters))
 
 
 def tensors(model: Module) -> Iterator[tuple[str, Tensor]]:

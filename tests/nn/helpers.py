@@ -188,6 +188,20 @@ class Course:
         assert int(counted) == sum(self.steps)
 
 
+def quarter(model: nn.Module, **arguments: Any) -> AveragedModel:
+    """Return an average of a model that has seen 0 once; the next value, which the model has now, weighs 0.25."""
+    averaged = AveragedModel(model, rule=functavg.EMA(0.75), **arguments)
+    fill(model, 0.0)
+    averaged.update_parameters(model)
+    fill(model, 1.0)
+    return averaged
+
+
+def all_values(averaged: AveragedModel) -> set[float]:
+    """Return all numbers that the parameters of an average hold."""
+    return {value for parameter in averaged.module.parameters() for value in parameter.flatten().tolist()}
+
+
 # ---- snapshots
 
 

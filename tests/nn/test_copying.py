@@ -13,20 +13,14 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from functavg import EMA, AveragedModel
-from tests.nn.helpers import Net, bits, fill, parameters_of, randomise, scalar, tensors, unchanged
+from tests.nn.helpers import Net, all_values, bits, fill, parameters_of, quarter, randomise, scalar, tensors, unchanged
 
 
-def quarter(model, **arguments):
+def quartered(model, **arguments):
     """Average zeros and then ones."""
-    averaged = AveragedModel(model, rule=EMA(0.75), **arguments)
-    for value in (0.0, 1.0):
-        fill(model, value)
-        averaged.update_parameters(model)
+    averaged = quarter(model, **arguments)
+    averaged.update_parameters(model)
     return averaged
-
-
-def all_values(averaged):
-    return {value for parameter in averaged.module.parameters() for value in parameter.flatten().tolist()}
 
 
 # ---- modules that resist
@@ -41,7 +35,7 @@ def test_weight_norm_is_averaged(make, forward):  # M1
     model = nn.Sequential(make(nn.Linear(2, 2)))
     if forward:
         model(torch.ones(1, 2)).sum().backward()
-    averaged = quarter(model)
+    averaged = quartered(model)
     assert all_values(averaged) == {0.25}
     averaged(torch.ones(1, 2)).sum().backward()
     averaged.update_parameters(model)
@@ -51,7 +45,7 @@ def test_pruned_layers_are_averaged_and_stay_pruned():
     model = nn.Sequential(nn.Linear(4, 4))
     prune.l1_unstructured(model[0], "weight", 0.5)
     model(torch.ones(1, 4)).sum().backward()
-    averaged = quarter(model)
+    averaged = quartered(model)
     assert all_values(averaged) == {0.25}
     averaged(torch.ones(1, 4))
     assert torch.equal(averaged.module[0].weight, 0.25 * model[0].weight_mask)
@@ -61,7 +55,7 @@ def test_pruned_layers_are_averaged_and_stay_pruned():
 def test_recurrent_layers_compute_with_the_average(dtype):
     """They hold their weights in a list beside their parameters, too."""
     model, wanted = (nn.LSTM(2, 3, num_layers=2, dtype=dtype) for _ in range(2))
-    averaged = quarter(model)
+    averaged = quartered(model)
     fill(wanted, 0.25)
     batch = torch.randn(4, 1, 2, dtype=dtype)
     assert torch.equal(averaged(batch)[0], wanted(batch)[0])
@@ -102,7 +96,7 @@ def test_cached_activations_are_copied_without_their_graph():  # M2
     assert cached.grad_fn is None
     assert averaged.module[0].history["all"][0] is cached
     assert model[0].last.grad_fn is not None
-    assert all_values(quarter(model)) == {0.25}
+    assert all_values(quartered(model)) == {0.25}
 
 
 @pytest.mark.parametrize("with_gradients", [True, False])
@@ -121,7 +115,7 @@ def test_gradients_stay_behind(with_gradients):  # M3
 def test_frozen_parameters_stay_frozen_and_are_averaged():
     model = Net()
     model.inputs.requires_grad_(False)
-    averaged = quarter(model)
+    averaged = quartered(model)
     assert not averaged.module.inputs.weight.requires_grad
     assert averaged.module.scale.requires_grad
     assert all_values(averaged) == {0.25}
@@ -130,7 +124,7 @@ def test_frozen_parameters_stay_frozen_and_are_averaged():
 def test_expanded_buffers_are_given_memory():
     model = scalar()
     model.register_buffer("mask", torch.zeros(1).expand(4, 3))
-    averaged = quarter(model, use_buffers=True)
+    averaged = quartered(model, use_buffers=True)
     model.mask = torch.ones(4, 3)
     averaged.update_parameters(model)
     assert averaged.module.mask.tolist() == [[0.25] * 3] * 4
@@ -139,7 +133,7 @@ def test_expanded_buffers_are_given_memory():
 def test_memory_formats_and_modes_are_kept():
     model = nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2)).to(memory_format=torch.channels_last)
     model[1].eval()
-    averaged = quarter(model)
+    averaged = quartered(model)
     assert averaged.module[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert [module.training for module in averaged.module] == [True, False]
 
@@ -195,7 +189,7 @@ def test_lazy_parameters_are_refused_by_name():
     with pytest.raises(TypeError, match=r"0\.weight is an uninitialised \(lazy\) parameter; run one forward pass"):
         AveragedModel(model)
     model(torch.ones(1, 3))
-    assert all_values(quarter(model)) == {0.25}
+    assert all_values(quartered(model)) == {0.25}
 
 
 def test_lazy_buffers_are_refused_by_name():
@@ -245,7 +239,7 @@ def test_a_ready_module_is_overwritten_and_used(dtype, use_buffers):
 
 def test_a_model_that_resists_is_averaged_with_a_ready_module():
     model = Locked()
-    averaged = quarter(model, module=Locked())
+    averaged = quartered(model, module=Locked())
     assert all_values(averaged) == {0.25}
 
 

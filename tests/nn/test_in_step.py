@@ -11,22 +11,9 @@ from torch import nn
 import functavg
 from functavg import EMA, AveragedModel
 from functavg.nn import pairing
-from tests.nn.helpers import Net, bits, fill, scalar, tensors
+from tests.nn.helpers import Net, all_values, bits, quarter, scalar, tensors
 
 # ---- what they find
-
-
-def quarter(model):
-    """Return an average of a model that has seen 0 once; the next value weighs 0.25."""
-    fill(model, 0.0)
-    averaged = AveragedModel(model, rule=EMA(0.75))
-    averaged.update_parameters(model)
-    fill(model, 1.0)
-    return averaged
-
-
-def all_values(averaged):
-    return {value for parameter in averaged.module.parameters() for value in parameter.flatten().tolist()}
 
 
 def with_gaps(*gaps):

@@ -20,10 +20,12 @@ from tests import oracle
 from tests.nn.helpers import (
     Course,
     Net,
+    all_values,
     bits,
     contents,
     fill,
     process_group,
+    quarter,
     randomise,
     scalar,
     tensors,
@@ -38,19 +40,6 @@ RULES = {
 }
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 BY_RULE = pytest.mark.parametrize("rule", RULES)
-
-
-def quarter(model, rule="EMA", **arguments):
-    """Return an average of a model that has seen 0 once; the next value weighs 0.25."""
-    averaged = AveragedModel(model, **RULES[rule](), **arguments)
-    fill(model, 0.0)
-    averaged.update_parameters(model)
-    fill(model, 1.0)
-    return averaged
-
-
-def all_values(averaged):
-    return {value for parameter in averaged.module.parameters() for value in parameter.flatten().tolist()}
 
 
 # ---- names

@@ -20,7 +20,8 @@ from functavg.scalars import is_compiling
 _KINDS = {
     dtype: dtypes.kind_of(dtypes.name_of(dtype)) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
-_PLAIN = {Tensor, Parameter}
+PLAIN = {Tensor, Parameter}
+"""Classes of tensors that are no more than that; others may compute, place or share their values in their own way."""
 
 # Attributes of thousands of tensors are read in loops of C. Facts are what leaves of one call have in common.
 _shape = operator.attrgetter("shape")
@@ -78,9 +79,9 @@ def identities(leaves: Sequence[Any]) -> Sequence[Hashable]:
     if is_compiling():  # which would take numbers for constants
         return leaves
     kinds = set(map(type, leaves))
-    if is_transformed() or kinds.isdisjoint(_PLAIN):
+    if is_transformed() or kinds.isdisjoint(PLAIN):
         return list(map(id, leaves))
-    if kinds <= _PLAIN:
+    if kinds <= PLAIN:
         with contextlib.suppress(RuntimeError):  # sparse tensors have no one place
             pointers = set(map(Tensor.data_ptr, leaves))
             if len(pointers) == len(leaves):
@@ -89,7 +90,7 @@ def identities(leaves: Sequence[Any]) -> Sequence[Hashable]:
 
 
 def _identity(leaf: Any) -> Hashable:
-    if type(leaf) not in _PLAIN or leaf.is_nested or leaf.layout != torch.strided or leaf.data_ptr() == 0:
+    if type(leaf) not in PLAIN or leaf.is_nested or leaf.layout != torch.strided or leaf.data_ptr() == 0:
         return id(leaf)
     return leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride(), leaf.is_conj(), leaf.is_neg()
 
@@ -132,7 +133,7 @@ def prepared(
 
 def _are_alike(lists: list[list[Any]]) -> bool:
     """Tell, faster than leaf by leaf, whether all lists hold plain tensors, and those of the same shapes."""
-    if not all(set(map(type, leaves)) <= _PLAIN for leaves in lists):
+    if not all(set(map(type, leaves)) <= PLAIN for leaves in lists):
         return False
     try:
         shapes = list(map(_shape, lists[0]))
@@ -158,7 +159,7 @@ def _group(indices: Sequence[int], lists: list[list[Any]], transformed: bool) ->
     if dtensor.is_sharded(first[0]) and not transformed:
         wholes = lists[:-1]
         lists = [[dtensor.local(leaf) for leaf in leaves] for leaves in lists]
-    foreach = not transformed and all(type(leaves[0]) in _PLAIN and _is_grouped(leaves) for leaves in lists)
+    foreach = not transformed and all(type(leaves[0]) in PLAIN and _is_grouped(leaves) for leaves in lists)
     return Group(indices, lists[:-1], lists[-1], alike, foreach, wholes)
 
 
