@@ -22,7 +22,7 @@ def refusal(leaf: Any) -> str | None:
     return None
 
 
-def copied(leaf: Any, dtype: str | None, device: Any) -> Any:
+def copy(leaf: Any, dtype: str | None, device: Any) -> Any:
     """Return a new array of the values of ``leaf``, in the dtype that its average is held in."""
     library = leaf.__array_namespace__()
     held = dtypes.held_in(_name(leaf), dtype)
@@ -37,34 +37,50 @@ def cast(leaf: Any, like: Any) -> Any:
     return _placed(library.astype(library.asarray(leaf), like.dtype, copy=False), like)
 
 
+def are_disjoint(averages: Sequence[Any], news: Sequence[Any] = ()) -> bool:
+    """Return True: nothing is written to."""
+    del averages, news
+    return True
+
+
 def identities(leaves: Sequence[Any]) -> Sequence[Hashable]:
-    """Return what differs for all leaves: no write could tell whether two are in one place of memory."""
+    """Return what differs for all leaves: no write could tell whether two lie over one memory."""
     return range(len(leaves))
 
 
-def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], str], inplace: bool = False) -> Groups:
+def check_writable(averages: Sequence[Any], news: Sequence[Any], name_of: Callable[[int], str]) -> None:
+    """Do nothing: nothing is written to."""
+    del averages, news, name_of
+
+
+def try_steps(groups: Groups, weights: list[Weight], inplace: bool, name_of: Callable[[int], str]) -> None:
+    """Do nothing: what cannot be computed raises before anything is written."""
+    del groups, weights, inplace, name_of
+
+
+def prepare(averages: list[list[Any]], news: list[Any], name_of: Callable[[int], str], roundings: None = None) -> Groups:
     """Return all leaves as arrays of the averages' library.
 
     Raises:
         TypeError, ValueError: a new leaf cannot go into an average; the message names it.
     """
-    del inplace  # nothing is written to
+    del roundings  # only modules of torch hold the rounding of an average
     arrays = []
     for index, new in enumerate(news):
         library = averages[0][index].__array_namespace__()
         foreign = isinstance(new, (np.ndarray, np.generic, bool, int, float, complex))
         if not foreign and not hasattr(new, "__array_namespace__"):
-            raise TypeError(f"{where(index)}: expected an array of {library.__name__}, got {type(new).__name__}")
+            raise TypeError(f"{name_of(index)}: expected an array of {library.__name__}, got {type(new).__name__}")
         reason = host.refusal(new) if foreign else refusal(new)
         if reason is not None:
-            raise TypeError(f"{where(index)}: expected an array of numbers, got {reason}")
+            raise TypeError(f"{name_of(index)}: expected an array of numbers, got {reason}")
         new = library.asarray(new) if foreign else new
         for olds in averages:
             old = olds[index]
             if old.shape != new.shape:
-                raise ValueError(f"{where(index)}: expected shape {old.shape}, got {new.shape}; nothing is broadcast")
+                raise ValueError(f"{name_of(index)}: expected shape {old.shape}, got {new.shape}; nothing is broadcast")
             if (_kind(new) or 0) > (_kind(old) or 0):
-                raise TypeError(f"{where(index)}: expected {old.dtype} or what it can hold, got {new.dtype}")
+                raise TypeError(f"{name_of(index)}: expected {old.dtype} or what it can hold, got {new.dtype}")
         arrays.append(new)
     return averages, arrays
 
@@ -88,7 +104,7 @@ def apply(
     fn: Callable[..., Any],
     grouped: bool,
     inplace: bool,
-    where: Callable[[int], str],
+    name_of: Callable[[int], str],
 ) -> list[Any]:
     """Return the leaves of one average after ``fn(avg, new, count)``; integers and bools take the newest value."""
     del inplace
@@ -107,7 +123,7 @@ def apply(
         moved = fn(library.astype(old, common), library.astype(new, common), count)
         if getattr(moved, "shape", None) != old.shape:
             raise ValueError(
-                f"{where(index)}: avg_fn must return the new average, an array of shape {old.shape}, "
+                f"{name_of(index)}: avg_fn must return the new average, an array of shape {old.shape}, "
                 f"got {getattr(moved, 'shape', type(moved).__name__)}"
             )
         moved = library.astype(moved, old.dtype, copy=True)
@@ -116,7 +132,7 @@ def apply(
     return leaves
 
 
-def finite(leaves: list[Any]) -> Any:
+def is_finite(leaves: list[Any]) -> Any:
     """Return whether real and complex leaves hold no NaN and no infinity, as a 0-d array."""
     result: Any = True
     for leaf in leaves:
