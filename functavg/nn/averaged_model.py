@@ -15,7 +15,7 @@ from functavg.combinators import Every, SkipNonFinite
 from functavg.nn import buffers, pairing
 from functavg.nn.attaching import Attachment, attach
 from functavg.nn.beside import Beside
-from functavg.nn.copying import overwritten, twin
+from functavg.nn.copying import copy_model, overwrite_
 from functavg.nn.counting import HostCount
 from functavg.nn.functions import MultiAvgFn
 from functavg.nn.precision import WideValues
@@ -92,7 +92,7 @@ class AveragedModel(SavedAverage):
         self._wide = WideValues(dtype)
         self._count = HostCount()
         with torch.inference_mode(False), torch.no_grad():
-            self.module = twin(model, device) if module is None else overwritten(module, model)
+            self.module = copy_model(model, device) if module is None else overwrite_(module, model)
             if module is not None and device is not None:
                 self.module = self.module.to(device)
             self._wide.narrow(self._averaged().values())

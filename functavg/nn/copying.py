@@ -12,59 +12,166 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from functavg.kernels.torch.groups import is_partitioned
+from functavg.kernels.torch.groups import identities, is_partitioned
 from functavg.nn.pairing import tensors, unwrap
 from functavg.nn.writing import write
 from functavg.trees import some
 
+Share = Callable[[str, Tensor], bool]
 
-def twin(model: Module, device: Any = None) -> Module:
+
+def copy_model(model: Module, device: Any = None, share: Share | None = None) -> Module:
     """Return a deep copy of a model without its wrappers, gradients, graphs and expanded memory.
 
     Args:
         model: the model.
         device: where the copy goes, tensor by tensor. Default: where the model is.
+        share: ``share(name, tensor)`` tells which tensors the copy shares with the model instead, such as those of a
+            frozen base: they are the same objects in both, under each of their names, and so is what hangs on them (the
+            state of a quantisation). Names are those of ``named_parameters`` and ``named_buffers``, without those of
+            wrappers. Default: none.
 
     Raises:
+        ValueError: there is no such device, or a shared tensor is on another one.
+        RuntimeError: the device is not available. Where memory runs out, the error is that of the allocator.
         TypeError: a parameter is not initialised yet or not here, or a module cannot be copied; the message names it.
     """
+    if not isinstance(model, Module):
+        raise TypeError(f"model must be the torch.nn.Module to average, got {type(model).__name__}")
+    target = find_device(device)
     model = unwrap(model)
+    shared = _find_shared(model, target, share)
     for name, tensor in tensors(model):
-        if is_lazy(tensor):
-            raise TypeError(f"{name} is an uninitialised (lazy) parameter; run one forward pass before averaging")
-        if is_partitioned(tensor):
-            raise TypeError(
-                f"{name} is a placeholder of size 0, since an engine has partitioned it away; gather it first, or "
-                "shard the model by torch.distributed.fsdp.fully_shard"
-            )
-    with torch.inference_mode(False), torch.no_grad(), _PlainCopies(device):
+        if id(tensor) not in shared:
+            _check_copyable(name, tensor)
+    with torch.inference_mode(False), torch.no_grad(), _PlainCopies(target):
         try:
-            copied = copy.deepcopy(model, _without_wrappers(model))
+            memo = _make_memo(shared)
+            _copy_wrapped(model, memo)
+            copied: Module = copy.deepcopy(model, memo)
         except Exception as error:
-            name, culprit = _resisting(model)
+            if _is_out_of_memory(error):
+                raise
+            where = _find_resisting(model) or f"the model ({type(model).__name__}): {error}"
             raise TypeError(
-                f"cannot copy {name} ({type(culprit).__name__}): {error}. Give it a __deepcopy__, remove what resists, "
-                "or pass a ready copy of the model as module="
+                f"cannot copy {where}. Give it a __deepcopy__, remove what resists, or pass a ready copy of the model "
+                "as module="
             ) from error
-        return copied if device is None else copied.to(device)  # a module may have more to do than its tensors
+    return copied if device is None else _move(copied, target, shared)
 
 
-def overwritten(module: Module, model: Module) -> Module:
-    """Return a ready copy of a model after giving it the model's values.
+def overwrite_(module: Module, model: Module, share: Share | None = None) -> Module:
+    """Give a ready copy of a model the model's values; return it without its wrappers.
+
+    Args:
+        module: the copy. Tensors that require no gradient, and those that ``share`` tells, may be those of the model
+            under the same name; they are left alone.
+        model: the model.
+        share: as for ``copy_model``. Default: none.
 
     Raises:
-        TypeError, ValueError: it is no copy of the model, or shares memory with it; nothing was written.
+        TypeError, ValueError: it is no copy of the model, or shares other memory with it; nothing was written.
     """
-    values = dict(tensors(model))
-    theirs = set(map(id, values.values()))
-    shared = [name for name, tensor in tensors(module) if id(tensor) in theirs]
-    if shared:
+    if not isinstance(module, Module):
+        raise TypeError(f"module= must be a ready copy of the model, a torch.nn.Module, got {type(module).__name__}")
+    mine, theirs = dict(tensors(module)), dict(tensors(model))
+    marks = list(identities([*mine.values(), *theirs.values()]))
+    taken = set(marks[len(mine) :])
+    shared = {
+        name
+        for name, tensor in mine.items()
+        if theirs.get(name) is tensor and (not tensor.requires_grad or (share is not None and share(name, tensor)))
+    }
+    aliased = [name for name, mark in zip(mine, marks, strict=False) if name not in shared and mark in taken]
+    if aliased or unwrap(module) is unwrap(model):
         raise ValueError(
-            f"module= shares {some(shared)} with the model, whose training an average would overwrite. "
+            f"module= shares {some(aliased or list(mine))} with the model, whose training an average would overwrite. "
             "Pass a second model, such as copy.deepcopy(model)"
         )
-    write(module, values)
-    return module
+    write(module, {name: tensor for name, tensor in theirs.items() if name not in shared})
+    return _unwrap_parts(module, set(model.modules()))
+
+
+def find_device(device: Any) -> torch.device | None:
+    """Return a device with its index, after checking that tensors can be there; None for None.
+
+    Raises:
+        TypeError, ValueError: it is no device.
+        RuntimeError: it is not available.
+    """
+    if device is None:
+        return None
+    try:
+        if not isinstance(device, int):  # of which accelerator, is only known where there is one
+            device = torch.device(device)
+    except TypeError:
+        raise TypeError(f"device must be a torch.device, its name or its index, got {device!r}") from None
+    except RuntimeError:
+        raise ValueError(f"device must be one that torch knows, such as 'cpu' or 'cuda:0', got {device!r}") from None
+    try:
+        return torch.empty(0, device=device).device
+    except Exception as error:
+        if _is_out_of_memory(error):
+            raise
+        raise RuntimeError(f"device {str(device)!r} is not available: {str(error).splitlines()[0]}") from error
+
+
+# ---- what is copied, and what is shared
+
+
+def _check_copyable(name: str, tensor: Tensor) -> None:
+    if is_lazy(tensor):
+        raise TypeError(f"{name} is an uninitialised (lazy) parameter; run one forward pass before averaging")
+    if is_partitioned(tensor):
+        raise TypeError(
+            f"{name} is a placeholder of size 0, since an engine has partitioned it away; gather it first, or "
+            "shard the model by torch.distributed.fsdp.fully_shard"
+        )
+
+
+def _find_shared(model: Module, target: torch.device | None, share: Share | None) -> dict[int, Tensor]:
+    """Return the tensors to share, by identity."""
+    if share is None:
+        return {}
+    if not callable(share):
+        raise TypeError(f"share must be a function share(name, tensor) -> bool, got {share!r}")
+    shared = {}
+    for name, tensor in tensors(model):
+        if share(name, tensor):
+            if target is not None and tensor.device != target:
+                raise ValueError(
+                    f"{name} is to be shared with the model and is on {tensor.device}, not on device={target}. "
+                    "Share it where it is, or copy it"
+                )
+            shared[id(tensor)] = tensor
+    return shared
+
+
+def _make_memo(shared: dict[int, Tensor]) -> dict[int, Any]:
+    """Return a memo for deepcopy in which shared tensors, and what hangs on them, stand for themselves."""
+    attached = [value for tensor in shared.values() for value in vars(tensor).values() if not isinstance(value, Module)]
+    return {id(value): value for value in attached} | shared
+
+
+def _copy_wrapped(model: Module, memo: dict[int, Any]) -> None:
+    """Let each wrapper inside a model stand for a copy of what it wraps, in a memo for deepcopy."""
+    for module in reversed(list(model.modules())):  # the innermost first
+        inner = unwrap(module)
+        if inner is not module:
+            memo[id(module)] = copy.deepcopy(inner, memo)
+
+
+def _move(module: Module, device: torch.device | None, shared: dict[int, Tensor]) -> Module:
+    """Move a module whose tensors were copied to a device: there may be more to it. Shared tensors look away."""
+    stores: list[Any] = [store for part in module.modules() for store in (part._parameters, part._buffers)]
+    hidden = [(store, name, tensor) for store in stores for name, tensor in store.items() if id(tensor) in shared]
+    for store, name, _ in hidden:
+        store[name] = None
+    try:
+        return module.to(device)
+    finally:
+        for store, name, tensor in hidden:
+            store[name] = tensor
 
 
 class _PlainCopies(TorchFunctionMode):
@@ -118,21 +225,55 @@ def _is_expanded(tensor: Tensor) -> bool:
     )
 
 
-def _without_wrappers(model: Module) -> dict[int, Any]:
-    """Return a memo for deepcopy in which each wrapper inside the model stands for a copy of what it wraps."""
-    memo: dict[int, Any] = {}
-    for module in reversed(list(model.modules())):  # the innermost first
-        inner = unwrap(module)
-        if inner is not module:
-            memo[id(module)] = copy.deepcopy(inner, memo)
-    return memo
+def _unwrap_parts(module: Module, others: set[Module]) -> Module:
+    """Return a module without its wrappers, and take off those inside it, but not inside other modules."""
+    for part in set(module.modules()) - others:
+        for name, child in part._modules.items():
+            if child is not None:
+                part._modules[name] = _unwrap_unless_sharded(child)
+    return _unwrap_unless_sharded(module)
 
 
-def _resisting(model: Module) -> tuple[str, Module]:
-    """Return the innermost module that cannot be copied, with its name."""
+def _unwrap_unless_sharded(module: Module) -> Module:
+    is_sharded = any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+    return module if is_sharded else unwrap(module)  # the hooks of a sharded wrapper gather what it holds
+
+
+# ---- errors
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Tell whether memory has run out, of an accelerator or of the host."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        words in text for words in ("out of memory", "not enough memory", "allocate memory")
+    )
+
+
+def _find_resisting(model: Module) -> str | None:
+    """Return which module, of several the innermost, cannot be copied, because of which attribute, and why."""
+    everything = {id(part): part for part in (*model.modules(), *(tensor for _, tensor in tensors(model)))}
     for name, module in reversed(list(model.named_modules())):
-        try:
-            copy.deepcopy(module)
-        except Exception:  # whatever it is, it is what we look for
-            return name or "the model", module
-    return "the model", model
+        where = f"{name or 'the model'} ({type(module).__name__})"
+        attributes = {**module._parameters, **module._buffers, **vars(module)}
+        for attribute, value in attributes.items():
+            memo = {} if isinstance(value, Tensor) else dict(everything)  # without memory for a second model
+            if (error := _try_copying(value, memo)) is not None:
+                return f"{where}: its attribute {attribute} resists: {error}"
+        rest = {key: part for key, part in everything.items() if part is not module}
+        if (error := _try_copying(module, rest)) is not None:
+            return f"{where}: {error}"
+    return None
+
+
+def _try_copying(value: Any, memo: dict[int, Any]) -> Exception | None:
+    """Return the error that copying a value raises."""
+    try:
+        copy.deepcopy(value, memo)
+    except Exception as error:  # whatever it is, it is what we look for
+        if _is_out_of_memory(error):
+            raise
+        return error
+    return None
