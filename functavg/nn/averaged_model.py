@@ -17,6 +17,7 @@ from functavg.nn.attaching import Attachment, attach
 from functavg.nn.beside import Beside
 from functavg.nn.copying import copy_model, overwrite_
 from functavg.nn.counting import HostCount
+from functavg.nn.derived import drop_derived_values
 from functavg.nn.functions import MultiAvgFn
 from functavg.nn.precision import WideValues
 from functavg.nn.saving import SavedAverage
@@ -141,6 +142,7 @@ class AveragedModel(SavedAverage):
                 copies = buffers.divide(found, self.use_buffers)
                 carry_out = self._checked(found.averages, found.news, copies, steps)
             carry_out()
+            drop_derived_values()
 
     def _checked_in_step(self, model: Module, steps: Count) -> Callable[[], None] | None:
         """Return the function that updates without spelling names, None where a rule or an error needs them."""

@@ -128,7 +128,7 @@ def _training(model: Module) -> Iterator[None]:
     try:
         if not _innermost(model).training:
             model.train()
-            drop_derived_values(model)  # an override of `train` may write to weights
+            drop_derived_values()  # an override of `train` may write to weights
         yield
     finally:
         for module, mode in modes.items():
@@ -136,7 +136,7 @@ def _training(model: Module) -> Iterator[None]:
                 module.train(mode)  # not only the flag: overrides of `train` merge weights and the like
         for module, mode in modes.items():
             module.training = mode
-        drop_derived_values(model)
+        drop_derived_values()
 
 
 def _innermost(module: Module) -> Module:

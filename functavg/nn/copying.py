@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,7 @@ def copy_model(model: Module, device: Any = None, share: Share | None = None) ->
                 f"cannot copy {where}. Give it a __deepcopy__, remove what resists, or pass a ready copy of the model "
                 "as module="
             ) from error
+    _separate_parametrizations(copied)
     return copied if device is None else _move(copied, target, shared)
 
 
@@ -159,6 +161,23 @@ def _copy_wrapped(model: Module, memo: dict[int, Any]) -> None:
         inner = unwrap(module)
         if inner is not module:
             memo[id(module)] = copy.deepcopy(inner, memo)
+
+
+def _separate_parametrizations(module: Module) -> None:
+    """Give parametrized parts of a copy classes of their own.
+
+    What ``parametrize.cached()`` keeps is told apart by the class of a module, which a deep copy has in common with the
+    original: the copy would compute with its weights.
+    """
+    parametrize: Any = sys.modules.get("torch.nn.utils.parametrize")
+    for part in module.modules() if parametrize is not None else ():
+        parametrizations: Any = part.parametrizations if parametrize.is_parametrized(part) else ()
+        kind, names = type(part), list(parametrizations)
+        if names and all(isinstance(vars(kind).get(name), property) for name in names):
+            part.__class__ = kind.__bases__[0]
+            parametrize._inject_new_class(part)
+            for name in names:
+                parametrize._inject_property(part, name)
 
 
 def _move(module: Module, device: torch.device | None, shared: dict[int, Tensor]) -> Module:

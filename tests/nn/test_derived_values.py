@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
+from functavg import SWA, AveragedModel, swapped
 from functavg.nn.derived import drop_derived_values
 from functavg.nn.merged import can_merge, check_unmerged, unmerged
 from tests.nn.helpers import fill, parameters_of, scalar
@@ -33,7 +34,7 @@ def test_autocast_casts_weights_anew(depth):
         assert model(ONE).item() == 1.0
         fill(model, 2.0)
         assert model(ONE).item() == 1.0  # that is why
-        drop_derived_values(model)
+        drop_derived_values()
         assert model(ONE).item() == 2.0
 
 
@@ -57,25 +58,67 @@ def test_cached_parametrizations_are_computed_anew():
         assert model(ONE).item() == 2.0
         fill(model, 2.0)
         assert model(ONE).item() == 2.0  # that is why
-        drop_derived_values(model)
+        drop_derived_values()
         assert model(ONE).item() == 4.0
     assert model(ONE).item() == 4.0
 
 
-def test_cached_parametrizations_of_other_models_stay():
-    """The gradients of one training step go through one tensor of each."""
-    model, other = doubled(), nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2)))
-    with parametrize.cached():
-        model(ONE)
-        weight = other[0].weight
-        drop_derived_values(model)
-        assert other[0].weight is weight
-
-
 def test_nothing_is_imported_to_look_into():
     script = "import sys, functavg.nn.derived as d, torch; del sys.modules['torch.nn.utils.parametrize']; "
-    script += "d.drop_derived_values(torch.nn.ReLU()); assert 'torch.nn.utils.parametrize' not in sys.modules"
+    script += "d.drop_derived_values(); assert 'torch.nn.utils.parametrize' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+CACHES = {
+    "autocast": (lambda: scalar(1.0), lambda: torch.autocast("cpu", torch.bfloat16)),
+    "parametrize": (doubled, parametrize.cached),
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_average_computes_with_its_new_weights_after_an_update(cache):
+    make, cached = CACHES[cache]
+    model = make()
+    averaged = AveragedModel(model, rule=SWA())
+    with torch.no_grad(), cached():
+        before = averaged(ONE).item()
+        for value in (3.0, 5.0):
+            fill(model, value)
+            averaged.update_parameters(model)
+        assert averaged(ONE).item() == 4 * before
+
+
+def test_a_model_and_its_average_do_not_share_cached_parametrizations():
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2)), *doubled())
+    averaged = AveragedModel(model, rule=SWA())
+    fill(model, 0.5)
+    expected = [each[0].weight.clone() for each in (model, averaged.module)]
+    with parametrize.cached():
+        assert model[0].weight is model[0].weight
+        assert torch.equal(model[0].weight, expected[0])
+        assert torch.equal(averaged.module[0].weight, expected[1])
+    assert isinstance(averaged.module[0], nn.Linear)
+    assert type(averaged.module[0]).__name__ == type(model[0]).__name__
+    parametrize.remove_parametrizations(averaged.module[0], "weight")
+    assert type(averaged.module[0]) is nn.Linear
+    assert parametrize.is_parametrized(model[0], "weight")
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_model_computes_with_what_swapped_and_copy_to_put_into_it(cache):
+    make, cached = CACHES[cache]
+    model = make()
+    averaged = AveragedModel(model, rule=SWA())
+    fill(model, 3.0)
+    averaged.update_parameters(model)
+    fill(model, 1.0)
+    with torch.no_grad(), cached():
+        before = model(ONE).item()
+        with swapped(model, averaged):
+            assert model(ONE).item() == 3 * before
+        assert model(ONE).item() == before
+        averaged.copy_to(model)
+        assert model(ONE).item() == 3 * before
 
 
 # ---- layers that merge
