@@ -15,10 +15,11 @@ from functavg.combinators import Every, SkipNonFinite
 from functavg.nn import buffers, pairing
 from functavg.nn.attaching import Attachment, attach
 from functavg.nn.beside import Beside
-from functavg.nn.copying import copy_model, overwrite_
+from functavg.nn.copying import copy_model
 from functavg.nn.counting import HostCount
 from functavg.nn.derived import drop_derived_values
 from functavg.nn.functions import MultiAvgFn
+from functavg.nn.overwriting import overwrite_
 from functavg.nn.precision import WideValues
 from functavg.nn.saving import SavedAverage
 from functavg.nn.writing import write

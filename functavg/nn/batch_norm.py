@@ -15,7 +15,8 @@ from torch.optim.swa_utils import AveragedModel
 from functavg.nn import ranks
 from functavg.nn.batches import run_model
 from functavg.nn.derived import drop_derived_values
-from functavg.nn.estimating import check_unscripted, combine_, estimate_statistics, find_norms, watch_statistics
+from functavg.nn.estimating import combine_, estimate_statistics
+from functavg.nn.norms import check_unscripted, find_norms, watch_statistics
 from functavg.nn.pairing import unwrap
 from functavg.trees import some
 

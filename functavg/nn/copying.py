@@ -13,10 +13,9 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from functavg.kernels.torch.groups import identities, is_partitioned
+from functavg.kernels.torch.groups import is_partitioned
 from functavg.nn.pairing import tensors, unwrap
-from functavg.nn.writing import write
-from functavg.trees import some
+from functavg.nn.resisting import find_device, find_resisting, is_out_of_memory
 
 Share = Callable[[str, Tensor], bool]
 
@@ -51,74 +50,15 @@ def copy_model(model: Module, device: Any = None, share: Share | None = None) ->
             _copy_wrapped(model, memo)
             copied: Module = copy.deepcopy(model, memo)
         except Exception as error:
-            if _is_out_of_memory(error):
+            if is_out_of_memory(error):
                 raise
-            where = _find_resisting(model) or f"the model ({type(model).__name__}): {error}"
+            where = find_resisting(model, shared) or f"the model ({type(model).__name__}): {error}"
             raise TypeError(
                 f"cannot copy {where}. Give it a __deepcopy__, remove what resists, or pass a ready copy of the model "
                 "as module="
             ) from error
     _separate_parametrizations(copied)
     return copied if device is None else _move(copied, target, shared)
-
-
-def overwrite_(module: Module, model: Module, share: Share | None = None) -> Module:
-    """Give a ready copy of a model the model's values; return it without its wrappers.
-
-    Args:
-        module: the copy. Tensors that require no gradient, and those that ``share`` tells, may be those of the model
-            under the same name; they are left alone.
-        model: the model.
-        share: as for ``copy_model``. Default: none.
-
-    Raises:
-        TypeError, ValueError: it is no copy of the model, or shares other memory with it; nothing was written.
-    """
-    if not isinstance(module, Module):
-        raise TypeError(f"module= must be a ready copy of the model, a torch.nn.Module, got {type(module).__name__}")
-    mine, theirs = dict(tensors(module)), dict(tensors(model))
-    marks = list(identities([*mine.values(), *theirs.values()]))
-    taken = set(marks[len(mine) :])
-    shared = {
-        name
-        for name, tensor in mine.items()
-        if theirs.get(name) is tensor and (not tensor.requires_grad or (share is not None and share(name, tensor)))
-    }
-    aliased = [name for name, mark in zip(mine, marks, strict=False) if name not in shared and mark in taken]
-    if aliased or unwrap(module) is unwrap(model):
-        raise ValueError(
-            f"module= shares {some(aliased or list(mine))} with the model, whose training an average would overwrite. "
-            "Pass a second model, such as copy.deepcopy(model)"
-        )
-    write(module, {name: tensor for name, tensor in theirs.items() if name not in shared})
-    return _unwrap_parts(module, set(model.modules()))
-
-
-def find_device(device: Any) -> torch.device | None:
-    """Return a device with its index, after checking that tensors can be there; None for None.
-
-    Raises:
-        TypeError, ValueError: it is no device.
-        RuntimeError: it is not available.
-    """
-    if device is None:
-        return None
-    try:
-        if not isinstance(device, int):  # of which accelerator, is only known where there is one
-            device = torch.device(device)
-    except TypeError:
-        raise TypeError(f"device must be a torch.device, its name or its index, got {device!r}") from None
-    except RuntimeError:
-        raise ValueError(f"device must be one that torch knows, such as 'cpu' or 'cuda:0', got {device!r}") from None
-    try:
-        return torch.empty(0, device=device).device
-    except Exception as error:
-        if _is_out_of_memory(error):
-            raise
-        raise RuntimeError(f"device {str(device)!r} is not available: {str(error).splitlines()[0]}") from error
-
-
-# ---- what is copied, and what is shared
 
 
 def _check_copyable(name: str, tensor: Tensor) -> None:
@@ -242,57 +182,3 @@ def _is_expanded(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
-
-
-def _unwrap_parts(module: Module, others: set[Module]) -> Module:
-    """Return a module without its wrappers, and take off those inside it, but not inside other modules."""
-    for part in set(module.modules()) - others:
-        for name, child in part._modules.items():
-            if child is not None:
-                part._modules[name] = _unwrap_unless_sharded(child)
-    return _unwrap_unless_sharded(module)
-
-
-def _unwrap_unless_sharded(module: Module) -> Module:
-    is_sharded = any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
-    return module if is_sharded else unwrap(module)  # the hooks of a sharded wrapper gather what it holds
-
-
-# ---- errors
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Tell whether memory has run out, of an accelerator or of the host."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        words in text for words in ("out of memory", "not enough memory", "allocate memory")
-    )
-
-
-def _find_resisting(model: Module) -> str | None:
-    """Return which module, of several the innermost, cannot be copied, because of which attribute, and why."""
-    everything = {id(part): part for part in (*model.modules(), *(tensor for _, tensor in tensors(model)))}
-    for name, module in reversed(list(model.named_modules())):
-        where = f"{name or 'the model'} ({type(module).__name__})"
-        attributes = {**module._parameters, **module._buffers, **vars(module)}
-        for attribute, value in attributes.items():
-            memo = {} if isinstance(value, Tensor) else dict(everything)  # without memory for a second model
-            if (error := _try_copying(value, memo)) is not None:
-                return f"{where}: its attribute {attribute} resists: {error}"
-        rest = {key: part for key, part in everything.items() if part is not module}
-        if (error := _try_copying(module, rest)) is not None:
-            return f"{where}: {error}"
-    return None
-
-
-def _try_copying(value: Any, memo: dict[int, Any]) -> Exception | None:
-    """Return the error that copying a value raises."""
-    try:
-        copy.deepcopy(value, memo)
-    except Exception as error:  # whatever it is, it is what we look for
-        if _is_out_of_memory(error):
-            raise
-        return error
-    return None

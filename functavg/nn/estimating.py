@@ -11,66 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.nn import Module, SyncBatchNorm
+from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from functavg.kernels.torch.steps import copied, lerp_leaf
 from functavg.nn import ranks
-from functavg.nn.pairing import as_dict
-from functavg.trees import some
+from functavg.nn.norms import STATISTICS
 
 _COUNTER = "num_batches_tracked"
-_STATISTICS = ("running_mean", "running_var")
-
-
-@dataclass
-class Norms:
-    """The modules of a model that keep running statistics, by name."""
-
-    known: dict[str, _NormBase] = field(default_factory=dict)  # norms of torch, and heirs of them
-    scripted: dict[str, Module] = field(default_factory=dict)
-    others: dict[str, Module] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.known or self.scripted or self.others)
-
-    def find_device(self) -> torch.device:
-        """Return the device of the first of them."""
-        module: Module = next(iter((self.known or self.scripted or self.others).values()))
-        return next(iter(_find_statistics(module).values())).device
-
-
-def find_norms(model: Module) -> Norms:
-    """Return the modules of a model that keep running statistics."""
-    norms = Norms()
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            if _find_statistics(module):
-                norms.scripted[name] = module
-        elif isinstance(module, _NormBase):
-            if module.track_running_stats and all(module._buffers.get(key) is not None for key in _STATISTICS):
-                norms.known[name] = module
-        elif _find_statistics(module):
-            norms.others[name] = module
-    return norms
-
-
-def _find_statistics(module: Module) -> dict[str, Tensor]:
-    """Return the running statistics of a module of any class, which are told by their names."""
-    tensors = as_dict(module._buffers) | as_dict(module._parameters)
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if tensor is not None
-        and not tensor.requires_grad
-        and name.startswith(("running_", "moving_"))
-        and any(part in name for part in ("mean", "var", "std"))
-    }
-
-
-# ---- norms of torch
 
 
 @dataclass(eq=False)
@@ -90,12 +40,12 @@ class Estimate:
             return
         size = _count(seen, (*args, *kwargs.values()))
         if size == 0:
-            for name in _STATISTICS:
+            for name in STATISTICS:
                 getattr(seen, name).nan_to_num_()  # the mean of nothing would stay, even at a momentum of 1
             return
         with self.lock:
             self.count += size
-            for name in _STATISTICS:
+            for name in STATISTICS:
                 if name in self.averages:
                     lerp_leaf(self.averages[name], getattr(seen, name), size / self.count, inplace=True)
                 else:
@@ -116,14 +66,14 @@ class Estimate:
         batches = 0.0 if counter is None else counter.item()
         if isinstance(self.norm, SyncBatchNorm):  # a batch of it is counted on each rank of its group
             batches /= distributed.get_world_size(self.norm.process_group)
-        statistics = [self.averages.get(name, getattr(self.norm, name)).double() * self.count for name in _STATISTICS]
+        statistics = [self.averages.get(name, getattr(self.norm, name)).double() * self.count for name in STATISTICS]
         return [torch.tensor([self.count, batches], dtype=torch.float64), *statistics]
 
     def take_sums(self, counts: Tensor, *sums: Tensor) -> None:
         """Take the sums over all ranks for its own."""
         self.count, batches = map(round, counts.tolist())
         if self.count > 0:
-            self.averages = {name: total / self.count for name, total in zip(_STATISTICS, sums, strict=True)}
+            self.averages = {name: total / self.count for name, total in zip(STATISTICS, sums, strict=True)}
             self.averages[_COUNTER] = torch.tensor(batches)
 
 
@@ -135,14 +85,14 @@ def estimate_statistics(norm: _NormBase) -> Iterator[Estimate]:
     bits they would stop moving after some hundred batches. They stand in tensors beside its own, so that nothing is
     written to these before all went well.
     """
-    names = [name for name in (*_STATISTICS, _COUNTER) if norm._buffers.get(name) is not None]
+    names = [name for name in (*STATISTICS, _COUNTER) if norm._buffers.get(name) is not None]
     own = {name: getattr(norm, name) for name in names}
     lazy = any(map(is_lazy, own.values()))
     momentum = norm.momentum
     starts = _make_starts(norm, own)
     estimate = Estimate(norm)
     if not lazy and not _is_of_torch(norm):
-        estimate.start = {name: starts[name].clone() for name in _STATISTICS}
+        estimate.start = {name: starts[name].clone() for name in STATISTICS}
     results: dict[str, Tensor] = {}
     handle = norm.register_forward_hook(estimate.add, with_kwargs=True)
     try:
@@ -172,7 +122,7 @@ def _make_starts(norm: _NormBase, own: dict[str, Tensor]) -> dict[str, Tensor]:
     there = {name: tensor for name, tensor in own.items() if not is_lazy(tensor)}
     starts = {name: torch.full_like(tensor, float(name == "running_var")) for name, tensor in there.items()}
     if not _is_of_torch(norm):
-        starts |= {name: there[name].clone() for name in _STATISTICS if name in there and there[name].isfinite().all()}
+        starts |= {name: there[name].clone() for name in STATISTICS if name in there and there[name].isfinite().all()}
     return starts
 
 
@@ -209,53 +159,3 @@ def combine_(estimates: Mapping[str, Estimate], device: torch.device, *, has_dat
         for estimate, tensors in zip(known.values(), parts, strict=True):
             estimate.take_sums(*itertools.islice(totals, len(tensors)))
     return any_data
-
-
-# ---- other modules
-
-
-def check_unscripted(norms: Mapping[str, Module]) -> None:
-    """Check that no module of TorchScript would have to be estimated: none takes hooks or another momentum.
-
-    Raises:
-        TypeError: one is in training mode.
-    """
-    names = [name or "the model" for name, module in norms.items() if module.training]
-    if names:
-        raise TypeError(
-            f"update_bn cannot estimate the statistics of {some(names)}, which torch.jit has scripted or traced. Call "
-            "update_bn before torch.jit.script; or put these modules into eval mode inside a model in training mode, "
-            "and they keep their statistics"
-        )
-
-
-@contextmanager
-def watch_statistics(norms: Mapping[str, Module]) -> Iterator[dict[str, str]]:
-    """Yield a dict that names, after the block, the modules whose statistics have changed inside, with their class.
-
-    After an error they have the buffers from before.
-    """
-    changed: dict[str, str] = {}
-    before = {
-        name: {key: (tensor, tensor.clone()) for key, tensor in _find_state(norm).items()}
-        for name, norm in norms.items()
-    }
-    try:
-        yield changed
-    except BaseException:
-        for name, norm in norms.items():
-            with torch.inference_mode():
-                for key, (tensor, values) in before[name].items():
-                    tensor.copy_(values)
-                    setattr(norm, key, tensor)
-        raise
-    for name, norm in norms.items():
-        after = _find_statistics(norm)
-        if any(key not in before[name] or not torch.equal(before[name][key][1], after[key]) for key in after):
-            changed[name] = type(norm).__name__
-
-
-def _find_state(module: Module) -> dict[str, Tensor]:
-    """Return what the forward of a module in training mode may change: its buffers and statistics."""
-    found = module._buffers | _find_statistics(module)
-    return {name: tensor for name, tensor in found.items() if tensor is not None and not is_lazy(tensor)}

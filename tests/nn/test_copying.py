@@ -14,7 +14,8 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from functavg import EMA, AveragedModel
-from functavg.nn.copying import copy_model, overwrite_
+from functavg.nn.copying import copy_model
+from functavg.nn.overwriting import overwrite_
 from tests.nn.helpers import (
     Net,
     all_values,
@@ -549,6 +550,13 @@ class Quantised(nn.Module):
 
 def is_packed(name, tensor):
     return isinstance(tensor, Packed)
+
+
+def test_a_shared_tensor_that_resists_is_not_what_keeps_a_model_from_being_copied():
+    model = nn.Sequential(Owner(threading.Lock()), Owner(None))
+    model[1].weight = nn.Parameter(torch.zeros(1).as_subclass(Stubborn), requires_grad=False)
+    with pytest.raises(TypeError, match=r"cannot copy 0 \(Owner\): its attribute own resists"):
+        copy_model(model, share=lambda name, tensor: name == "1.weight")
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
