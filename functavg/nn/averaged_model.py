@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from functavg.combinators import Every, SkipNonFinite
 from functavg.nn import buffers, pairing
+from functavg.nn.attaching import Attachment, attach
 from functavg.nn.beside import Beside
-from functavg.nn.copying import overwritten, twin
+from functavg.nn.copying import copy_model
 from functavg.nn.counting import HostCount
+from functavg.nn.derived import drop_derived_values
 from functavg.nn.functions import MultiAvgFn
+from functavg.nn.overwriting import overwrite_
 from functavg.nn.precision import WideValues
 from functavg.nn.saving import SavedAverage
 from functavg.nn.writing import write
@@ -92,7 +94,7 @@ class AveragedModel(SavedAverage):
         self._wide = WideValues(dtype)
         self._count = HostCount()
         with torch.inference_mode(False), torch.no_grad():
-            self.module = twin(model, device) if module is None else overwritten(module, model)
+            self.module = copy_model(model, device) if module is None else overwrite_(module, model)
             if module is not None and device is not None:
                 self.module = self.module.to(device)
             self._wide.narrow(self._averaged().values())
@@ -141,6 +143,7 @@ class AveragedModel(SavedAverage):
                 copies = buffers.divide(found, self.use_buffers)
                 carry_out = self._checked(found.averages, found.news, copies, steps)
             carry_out()
+            drop_derived_values()
 
     def _checked_in_step(self, model: Module, steps: Count) -> Callable[[], None] | None:
         """Return the function that updates without spelling names, None where a rule or an error needs them."""
@@ -190,18 +193,25 @@ class AveragedModel(SavedAverage):
 
         return carry_out
 
-    def attach(self, optimizer: Optimizer, model: Module) -> RemovableHandle:
+    def attach(self, optimizer: Optimizer | Iterable[Optimizer], model: Module) -> Attachment:
         """Average after every step of an optimizer that changed the model.
 
         Micro-batches of accumulated gradients are no steps, nor are those that a GradScaler skips because of an
         overflow. (A fused optimizer knows of an overflow on the device only; there the flag is read.)
 
+        Several optimizers that train parts of one model take one step of training together: given as a list, they are
+        followed by one update when each has stepped since the last one. (Attached one by one, each of their steps is
+        followed by an update.)
+
         Args:
-            optimizer: the optimizer whose steps to follow.
-            model: the model that it trains.
+            optimizer: the optimizer whose steps to follow, bare or as a launcher has wrapped it, or a list of them.
+            model: the model that they train.
 
         Returns:
             A handle whose ``remove()`` ends it.
+
+        Raises:
+            TypeError: the arguments are swapped, or the optimizer is none or has no hooks; nothing was attached.
 
         Example:
             >>> import functavg, torch
@@ -214,14 +224,7 @@ class AveragedModel(SavedAverage):
             >>> averaged.n_averaged.item()
             1
         """
-
-        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            del args, kwargs
-            found_inf = getattr(optimizer, "found_inf", None)  # set by GradScaler.step around a fused step
-            if found_inf is None or not found_inf.item():
-                self.update_parameters(model)
-
-        return optimizer.register_step_post_hook(after_step)
+        return attach(self.update_parameters, optimizer, model)
 
     def copy_to(self, model: Module) -> None:
         """Copy the average into a model for good: all parameters and buffers, in the model's dtypes and devices.

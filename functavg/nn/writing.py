@@ -10,6 +10,7 @@ from torch.nn import Module
 
 from functavg.functional import lerp
 from functavg.nn import pairing
+from functavg.nn.derived import drop_derived_values
 from functavg.trees import some
 
 
@@ -39,4 +40,5 @@ def write(model: Module, values: Mapping[str, Any]) -> None:
     pairing.reshard(model)
     tensors, news = targets(model, values)
     lerp(tensors, news, 1.0, inplace=True)
+    drop_derived_values()
     pairing.reshard(model)
