@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from functavg import kernels, trees
+from functavg.checks import check_weight
+from functavg.identity import objects
 from functavg.kernels import dtypes
-from functavg.scalars import check_weight, is_compiling, is_host, objects
+from functavg.scalars import is_compiling, is_host
 from functavg.state import Count, PyTree, Weight
 
 

@@ -6,8 +6,9 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from functavg import kernels, trees
+from functavg.counts import match_count
 from functavg.plan import identities
-from functavg.scalars import beside, is_host
+from functavg.scalars import is_host
 from functavg.state import AverageState, T
 
 
@@ -136,7 +137,7 @@ def _number(value: Any, like: float, name: str) -> float:
 def _array(value: Any, like: Any, kernel_name: str) -> Any:
     """Return a value for an array; a count that was a host number becomes what it is here."""
     if type(value) is int and kernel_name != "numpy" and like.ndim == 0:
-        return beside(value, like)
+        return match_count(value, like)
     return value
 
 

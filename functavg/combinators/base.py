@@ -9,9 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from functavg import trees
+from functavg.checks import check_count, check_weight
+from functavg.counts import match_count
 from functavg.plan import Apply, Lerp
 from functavg.rules.base import AveragingRule, divided, foreign
-from functavg.scalars import beside, check_count, check_weight, is_host, minimum, where
+from functavg.scalars import is_host, minimum, where
 from functavg.state import AverageState, Count, PyTree, T
 
 
@@ -69,7 +71,7 @@ class Product(AveragingRule):
             raise foreign(self, f"a memory of {list(self.rules)}, got {got}")
         return {
             key: AverageState(
-                beside(check_count(count, f"state.memory[{key!r}].count", 0), state.count), averages[key], memory
+                match_count(check_count(count, f"state.memory[{key!r}].count", 0), state.count), averages[key], memory
             )
             for key, (count, _, memory) in state.memory.items()
         }

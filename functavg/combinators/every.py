@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from functavg.checks import check_integer
 from functavg.combinators.base import Door, check_rule
 from functavg.rules.base import AveragingRule
-from functavg.scalars import check_integer, maximum, where
+from functavg.scalars import maximum, where
 from functavg.state import Count, PyTree
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from functavg import trees
+from functavg.identity import are_shared
 from functavg.kernels import dtensor
 from functavg.rules.base import AveragingRule
-from functavg.scalars import are_shared
 from functavg.state import AverageState, Count
 
 Values = dict[str, Tensor]

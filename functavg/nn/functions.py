@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from functavg import units
+from functavg.checks import check_callable, check_decay
 from functavg.functional import lerp
 from functavg.rules.base import AveragingRule
 from functavg.rules.ema import EMA
-from functavg.rules.functions import check_callable, plan_function
+from functavg.rules.functions import plan_function
 from functavg.rules.swa import SWA
 from functavg.scalars import lift
 from functavg.state import AverageState, Count, PyTree
@@ -139,7 +139,7 @@ def get_ema_avg_fn(decay: float = 0.999) -> EMAAvgFn:
 
     Source: torch.optim.swa_utils.get_ema_avg_fn.
     """
-    return EMAAvgFn(units.check_decay(decay))
+    return EMAAvgFn(check_decay(decay))
 
 
 def get_ema_multi_avg_fn(decay: float = 0.999) -> EMAMultiAvgFn:
@@ -164,7 +164,7 @@ def get_ema_multi_avg_fn(decay: float = 0.999) -> EMAMultiAvgFn:
 
     Source: torch.optim.swa_utils.get_ema_multi_avg_fn.
     """
-    return EMAMultiAvgFn(units.check_decay(decay))
+    return EMAMultiAvgFn(check_decay(decay))
 
 
 def get_swa_avg_fn() -> SWAAvgFn:

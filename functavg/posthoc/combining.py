@@ -9,11 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from functavg import trees as structure
+from functavg.checks import check_integer, check_number
 from functavg.functional import cast_like
 from functavg.plan import Lerp, copied, run
-from functavg.scalars import check_integer
 from functavg.state import AverageState, PyTree, T
-from functavg.units import real
 
 CANCELLED = 1e-12
 """Weights whose sum is smaller than this, relative to that of their magnitudes, sum to zero up to rounding."""
@@ -166,7 +165,7 @@ def naming(name: str) -> Iterator[None]:
 
 def _checked(weights: Iterable[float]) -> list[float]:
     """Return weights as host floats."""
-    numbers = [real(weight, f"weights[{index}]") for index, weight in enumerate(weights)]
+    numbers = [check_number(weight, f"weights[{index}]") for index, weight in enumerate(weights)]
     for index, number in enumerate(numbers):
         if not math.isfinite(number):
             raise ValueError(f"weights[{index}] must be finite, got {number!r}")

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from functavg.checks import check_integer
 from functavg.profiles import Profile, profile
 from functavg.profiles.reading import read
 from functavg.rules.base import AveragingRule
 from functavg.rules.power import PowerEMA
 from functavg.rules.swa import SWA
-from functavg.scalars import check_integer
 
 Float64 = NDArray[np.float64]
 

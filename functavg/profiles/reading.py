@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from functavg import trees
+from functavg.checks import check_count
 from functavg.combinators.base import Door, Rules
 from functavg.combinators.partition import Partition
 from functavg.combinators.several import Several
@@ -18,7 +19,6 @@ from functavg.profiles.tracing import Node, Run, node_of, shares
 from functavg.profiles.weights import Profile
 from functavg.rules.base import AveragingRule
 from functavg.rules.lawa import LAWA
-from functavg.scalars import check_count
 
 
 def profile(rule: AveragingRule, steps: int | Iterable[int]) -> Any:

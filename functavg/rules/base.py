@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from functavg import trees
+from functavg.checks import check_count
+from functavg.counts import match_count, write_count_
 from functavg.plan import Lerp, copied, run
-from functavg.scalars import beside, check_count, is_host, lift, written
+from functavg.scalars import is_host, lift
 from functavg.state import AverageState, Count, PyTree, T, Weight
 
 
@@ -110,7 +112,7 @@ def _counted_in_place(before: AverageState[T], after: AverageState[T]) -> Averag
     pairs = [(by_path.get(path), new) for path, new in zip(spec.paths(), news, strict=True)]
     takers: dict[int, Any] = {}  # of two counts that were one and are no longer, the first takes its memory
     *memory, count = [
-        written(old, new) if takers.setdefault(id(old), new) is new else new
+        write_count_(old, new) if takers.setdefault(id(old), new) is new else new
         for old, new in [*pairs, (before.count, after.count)]
     ]
     return AverageState(count, after.average, trees.unflatten(spec, memory))
@@ -125,7 +127,7 @@ def divided(rule: AveragingRule, state: AverageState[Any], least: int = 0) -> tu
     memory = state.memory
     if not (isinstance(memory, (tuple, list)) and len(memory) == 2):
         raise foreign(rule, f"a memory of two parts, got {type(memory).__name__}")
-    return beside(check_count(memory[0], "state.memory[0]", least), state.count), memory[1]
+    return match_count(check_count(memory[0], "state.memory[0]", least), state.count), memory[1]
 
 
 def foreign(rule: AveragingRule, problem: str) -> ValueError:

@@ -7,8 +7,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from functavg import units
+from functavg.checks import check_decay, check_weight
 from functavg.rules.base import WeightRule
-from functavg.scalars import check_weight, compounded, is_host, one_minus_power, where
+from functavg.scalars import compound, is_host, one_minus_power, where
 from functavg.state import Weight
 
 
@@ -51,7 +52,7 @@ class EMA(WeightRule):
 
     def __post_init__(self) -> None:
         if not callable(self.decay):
-            object.__setattr__(self, "decay", units.check_decay(self.decay))
+            object.__setattr__(self, "decay", check_decay(self.decay))
         elif self.debias:
             raise TypeError("debias=True needs a constant decay; a callable decay can start at decay(1) = 0 instead")
 
@@ -72,9 +73,9 @@ class EMA(WeightRule):
             u = count + steps
             # In float32 a decay near 1 has lost the digits of its weight.
             if not is_host(u) and hasattr(self.decay, "complement"):
-                return compounded(check_weight(self.decay.complement(u), "1 - decay(u)"), steps)
+                return compound(check_weight(self.decay.complement(u), "1 - decay(u)"), steps)
             decay = check_weight(self.decay(u), "decay(u)")
-            return one_minus_power(units.check_decay(decay, "decay(u)") if is_host(decay) else decay, steps)
+            return one_minus_power(check_decay(decay, "decay(u)") if is_host(decay) else decay, steps)
         if not self.debias:
             return where(count == 0, 1.0, one_minus_power(self.decay, steps))
         if self.decay == 1.0:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from functavg.checks import check_callable
 from functavg.plan import Apply, Lerp
 from functavg.rules.base import AveragingRule, WeightRule
 from functavg.scalars import is_host
@@ -86,9 +87,3 @@ def plan_function(
     if is_host(state.count) and state.count == 0:
         return AverageState(1, Lerp(state.average, params, 1.0), state.memory)
     return AverageState(state.count + 1, Apply(state.average, params, state.count, fn, grouped), state.memory)
-
-
-def check_callable(fn: Any, name: str) -> None:
-    """Raise a TypeError unless ``fn`` can be called."""
-    if not callable(fn):
-        raise TypeError(f"{name} must be callable, got {fn!r} of {type(fn).__name__}")

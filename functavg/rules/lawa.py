@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from functavg.checks import check_integer
 from functavg.plan import Lerp, copied
 from functavg.rules.base import AveragingRule, divided, foreign
-from functavg.scalars import check_integer, lift, maximum, where
+from functavg.scalars import lift, maximum, where
 from functavg.state import AverageState, Count, PyTree, T
 
 

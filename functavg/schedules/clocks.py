@@ -6,14 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from functavg.checks import check_decay, check_integer, check_weight
 from functavg.scalars import (
-    check_integer,
-    check_weight,
     is_host,
     lift,
     where,
 )
-from functavg.units import check_decay
 
 if TYPE_CHECKING:
     from functavg.state import Count, Weight

@@ -6,15 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from functavg.checks import check_decay, check_integer
 from functavg.scalars import (
-    check_integer,
     cos,
     lift,
     maximum,
     minimum,
     sin,
 )
-from functavg.units import check_decay
 
 if TYPE_CHECKING:
     from functavg.state import Weight

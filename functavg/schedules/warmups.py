@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from functavg.checks import check_decay, check_integer, check_number, check_positive
 from functavg.scalars import (
-    check_integer,
     exp,
     expm1,
     lift,
@@ -15,7 +15,6 @@ from functavg.scalars import (
     maximum,
     minimum,
 )
-from functavg.units import check_decay, check_positive, real
 
 if TYPE_CHECKING:
     from functavg.state import Weight
@@ -235,14 +234,14 @@ class HalfLifeRamp:
 
 
 def _check_min_decay(min_decay: Any, decay: float) -> float:
-    number = real(min_decay, "min_decay")
+    number = check_number(min_decay, "min_decay")
     if not 0.0 <= number <= decay:
         raise ValueError(f"min_decay must be in [0, decay] = [0, {decay!r}], got {min_decay!r}")
     return number
 
 
 def _at_least_one(value: Any, name: str) -> float:
-    number = real(value, name)
+    number = check_number(value, name)
     if not 1.0 <= number < math.inf:
         raise ValueError(f"{name} must be finite and at least 1, got {value!r}")
     return number

@@ -26,7 +26,16 @@ LAYERS = [
     ["functavg.rules"],
     ["functavg.plan"],
     ["functavg.kernels"],
-    ["functavg.state", "functavg.trees", "functavg.scalars", "functavg.units", "functavg.schedules"],
+    [
+        "functavg.state",
+        "functavg.trees",
+        "functavg.scalars",
+        "functavg.counts",
+        "functavg.identity",
+        "functavg.checks",
+        "functavg.units",
+        "functavg.schedules",
+    ],
 ]
 
 
