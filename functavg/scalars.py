@@ -57,11 +57,6 @@ def log1p(x: Weight) -> Weight:
     return (math.log1p(x) if x != -1 else -math.inf) if is_host(x) else _library(x).log1p(x)
 
 
-def cos(x: Weight) -> Weight:
-    """Return the cosine."""
-    return math.cos(x) if is_host(x) else _library(x).cos(x)
-
-
 def sin(x: Weight) -> Weight:
     """Return the sine."""
     return math.sin(x) if is_host(x) else _library(x).sin(x)

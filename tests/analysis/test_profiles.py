@@ -485,11 +485,11 @@ def test_profiles_do_not_change_and_pickle() -> None:
 
 def test_profiles_print() -> None:
     found = profile(EMA(0.9), 1000)
-    assert str(found).splitlines()[0] == "EMA(decay=0.9, debias=False) after 1000 steps"
+    assert str(found).splitlines()[0] == "EMA(decay=0.9, debias=False, start='copy') after 1000 steps"
     assert "  mean age            9 steps" in str(found).splitlines()
     assert "  half-life           6.579 steps" in str(found).splitlines()
     expected = "steps=1000, mean_age=9, sigma_rel=0.009487, effective_iterates=19)"
-    assert repr(found) == f"Profile(EMA(decay=0.9, debias=False), {expected}"
+    assert repr(found) == f"Profile(EMA(decay=0.9, debias=False, start='copy'), {expected}"
 
 
 def test_plots_are_drawn() -> None:

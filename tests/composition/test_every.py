@@ -206,7 +206,7 @@ def test_a_bad_argument_is_refused(make: Any, error: type[Exception], message: s
 def test_numpy_integers_become_plain_ones() -> None:
     """So the rule prints and compares as one made with them."""
     rule = Every(EMA(0.9), np.int32(2), start=np.int64(1))
-    assert repr(rule) == "Every(rule=EMA(decay=0.9, debias=False), interval=2, start=1)"
+    assert repr(rule) == "Every(rule=EMA(decay=0.9, debias=False, start='copy'), interval=2, start=1)"
     assert rule == Every(EMA(0.9), 2, start=1)
 
 

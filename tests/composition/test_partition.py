@@ -253,7 +253,7 @@ def test_it_is_a_value_although_it_is_given_dicts() -> None:
     rule = Partition(RULES, labels)
     text = repr(rule)
     assert text.startswith(
-        "Partition(rules={'slow': EMA(decay=0.75, debias=False), 'newest': Copy()}, label={'a': 'slow'"
+        "Partition(rules={'slow': EMA(decay=0.75, debias=False, start='copy'), 'newest': Copy()}, label={'a': 'slow'"
     )
     labels["a"] = "newest"
     labels["b"].append("slow")

@@ -103,7 +103,7 @@ def test_it_is_a_value_although_it_is_given_a_dict() -> None:
     """It prints as its call, compares, hashes, pickles, and what the caller does to the dict later is nothing to it."""
     rules: dict[str, Any] = {"a": EMA(0.5), "b": Freeze()}
     rule = Several(rules)
-    assert repr(rule) == "Several(rules={'a': EMA(decay=0.5, debias=False), 'b': Freeze()})"
+    assert repr(rule) == "Several(rules={'a': EMA(decay=0.5, debias=False, start='copy'), 'b': Freeze()})"
     rules["c"] = SWA()
     del rules["a"]
     assert list(rule.rules) == ["a", "b"]

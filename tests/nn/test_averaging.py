@@ -408,7 +408,7 @@ def test_what_to_average_by_is_read_at_each_update():
 
 
 def test_the_representation_shows_the_rule():
-    assert "rule=EMA(decay=0.9, debias=False), use_buffers=True" in repr(
+    assert "rule=EMA(decay=0.9, debias=False, start='copy'), use_buffers=True" in repr(
         AveragedModel(scalar(), multi_avg_fn=functavg.get_ema_multi_avg_fn(0.9), use_buffers=True)
     )
     assert "rule=SWA()" in repr(AveragedModel(scalar()))
