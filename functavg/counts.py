@@ -1,4 +1,4 @@
-"""Counts in 0-d arrays: to tell one, to make one, to write to one."""
+"""Device counts: to tell one, to make one, to write to one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from functavg import trees
 from functavg.scalars import full, is_compiling, is_host
+from functavg.state import AverageState, T
 
 if TYPE_CHECKING:
     from functavg.state import Count
@@ -43,3 +45,17 @@ def write_count_(old: Any, new: Any) -> Any:
     with torch.inference_mode(not is_compiling()):  # a count made in inference mode can be written to nowhere else
         old.copy_(new)
     return old
+
+
+def write_counts_(before: AverageState[T], after: AverageState[T]) -> AverageState[T]:
+    """Return ``after`` with its counts written into the memory of those ``before``, where they can be written to."""
+    olds, old_spec = trees.flatten(before.memory)
+    news, spec = trees.flatten(after.memory)
+    by_path = dict(zip(old_spec.paths(), olds, strict=True))  # a memory that was loaded may have other containers
+    pairs = [(by_path.get(path), new) for path, new in zip(spec.paths(), news, strict=True)]
+    takers: dict[int, Any] = {}  # of two counts that were one and are no longer, the first takes its memory
+    *memory, count = [
+        write_count_(old, new) if takers.setdefault(id(old), new) is new else new
+        for old, new in [*pairs, (before.count, after.count)]
+    ]
+    return AverageState(count, after.average, trees.unflatten(spec, memory))

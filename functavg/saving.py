@@ -6,13 +6,14 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from functavg import kernels, trees
+from functavg.checks import check_state
 from functavg.counts import match_count
 from functavg.plan import identities
 from functavg.scalars import is_host
 from functavg.state import AverageState, T
 
 
-def state_dict(state: AverageState[Any], /) -> dict[str, Any]:
+def to_state_dict(state: AverageState[Any], /) -> dict[str, Any]:
     """Return a state as a flat dict of its numbers and arrays by name, without copying any.
 
     Names are the keys that lead to a leaf, joined by dots: ``count``, ``average.encoder.weight``, ``memory.0``. So a
@@ -31,11 +32,10 @@ def state_dict(state: AverageState[Any], /) -> dict[str, Any]:
 
     Example:
         >>> import functavg, numpy as np
-        >>> functavg.state_dict(functavg.SWA().init({"layer": {"w": np.zeros(2)}}))
+        >>> functavg.to_state_dict(functavg.SWA().init({"layer": {"w": np.zeros(2)}}))
         {'count': 0, 'average.layer.w': array([0., 0.])}
     """
-    if not isinstance(state, AverageState):
-        raise TypeError(f"state_dict(state): state must be an AverageState, got {type(state).__name__}")
+    check_state(state, "to_state_dict(state)")
     leaves, spec = trees.flatten(state)
     for index, leaf in enumerate(leaves):
         if kernels.kernel_name(leaf) is None:
@@ -43,14 +43,14 @@ def state_dict(state: AverageState[Any], /) -> dict[str, Any]:
     return dict(zip(_names(spec), leaves, strict=True))
 
 
-def load_state_dict(like: AverageState[T], saved: Mapping[str, Any], /) -> AverageState[T]:
-    """Return the state that ``state_dict`` made a dict of, in the form of another one.
+def from_state_dict(like: AverageState[T], saved: Mapping[str, Any], /) -> AverageState[T]:
+    """Return the state that ``to_state_dict`` made a dict of, in the form of another one.
 
     Args:
         like: a state of the structure and shapes to load, as ``rule.init(params)`` makes it. Each leaf is brought into
             the dtype, the device and the shards that it has here; a leaf on torch's meta device stays on that of its
             value. Leaves that are shared here stay shared, and take the value of the first of them.
-        saved: what ``state_dict`` returned. A number may have become a 0-d array on its way, and an array of JAX one
+        saved: what ``to_state_dict`` returned. A number may have become a 0-d array on its way, and an array of JAX one
             of numpy.
 
     Returns:
@@ -63,14 +63,13 @@ def load_state_dict(like: AverageState[T], saved: Mapping[str, Any], /) -> Avera
     Example:
         >>> import functavg, numpy as np
         >>> rule, params = functavg.EMA(0.9), {"w": np.ones(2)}
-        >>> saved = functavg.state_dict(rule.update(params, rule.init(params)))
-        >>> functavg.load_state_dict(rule.init({"w": np.zeros(2)}), saved)
+        >>> saved = functavg.to_state_dict(rule.update(params, rule.init(params)))
+        >>> functavg.from_state_dict(rule.init({"w": np.zeros(2)}), saved)
         AverageState(count=1, average={'w': array([1., 1.])}, memory=())
     """
-    if not isinstance(like, AverageState):
-        raise TypeError(f"load_state_dict(like, saved): like must be an AverageState, got {type(like).__name__}")
+    check_state(like, "from_state_dict(like, saved)", "like")
     if not isinstance(saved, Mapping):
-        raise TypeError(f"load_state_dict(like, saved): saved must be a dict, got {type(saved).__name__}")
+        raise TypeError(f"from_state_dict(like, saved): saved must be a dict, got {type(saved).__name__}")
     leaves, spec = trees.flatten(like)
     names = _names(spec)
     _check_names(names, saved)

@@ -120,7 +120,7 @@ def align(old: Spec, new: Spec, leaves: list[Any]) -> list[Any]:
         "the params do not have the structure of the average: "
         f"missing {some(missing)}; unexpected {some(unexpected)}. "
         f"Expected {old.num_leaves} leaves, got {new.num_leaves}. Pass the tree that `init` saw, "
-        "or grow the state with `functavg.extend(rule, state, params)`"
+        "or grow the state with `rule.extend(params, state)`"
     )
 
 

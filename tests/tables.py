@@ -96,7 +96,7 @@ RULES = {
     "AvgFn-mean": RuleRow(functavg.AvgFn(mean_step), oracle.of_calls(oracle.swa), count=len),
     "LAWA": RuleRow(functavg.LAWA(3), oracle.window(3)),
     "LAWA-1": RuleRow(functavg.LAWA(1), oracle.newest),
-    "Copy": RuleRow(functavg.Copy(), oracle.newest),
+    "Latest": RuleRow(functavg.Latest(), oracle.newest),
     "Freeze": RuleRow(functavg.Freeze(), oracle.first, copies_first=False),
 }
 WEIGHT_RULES = {name: row for name, row in RULES.items() if row.is_weight_rule}

@@ -93,7 +93,7 @@ def apply(
     """Return the leaves of one average after ``fn(avg, new, count)``; integers and bools take the newest value."""
     del inplace
     if grouped:
-        raise TypeError("a multi_avg_fn works on torch tensors only; use AvgFn for other arrays")
+        raise TypeError("a grouped function (multi_avg_fn) works on torch tensors only; use AvgFn(fn) for other arrays")
     (olds,), news = groups
     leaves = []
     for index, (old, new) in enumerate(zip(olds, news, strict=True)):

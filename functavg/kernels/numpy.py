@@ -101,7 +101,7 @@ def apply(
 ) -> list[Array]:
     """Return the leaves of one average after ``fn(avg, new, count)``; integers and bools take the newest value."""
     if grouped:
-        raise TypeError("a multi_avg_fn works on torch tensors only; use AvgFn for numpy arrays")
+        raise TypeError("a grouped function (multi_avg_fn) works on torch tensors only; use AvgFn(fn) for numpy arrays")
     (olds,), news = groups
     leaves = []
     first = int(count) == 0  # a rule cannot know it where the count is a 0-d array

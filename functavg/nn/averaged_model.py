@@ -17,12 +17,11 @@ from functavg.nn import buffers, pairing
 from functavg.nn.beside import Beside
 from functavg.nn.copying import overwritten, twin
 from functavg.nn.counting import HostCount
-from functavg.nn.functions import MultiAvgFn
 from functavg.nn.precision import WideValues
 from functavg.nn.saving import SavedAverage
 from functavg.nn.writing import write
 from functavg.plan import Lerp, checked
-from functavg.rules.base import AveragingRule, WeightRule, planned
+from functavg.rules.base import AveragingRule, WeightRule, plan_update
 from functavg.rules.functions import AvgFn
 from functavg.rules.swa import SWA
 from functavg.state import AverageState, Count
@@ -109,7 +108,7 @@ class AveragedModel(SavedAverage):
             return own
         if fn is None:
             return SWA()
-        return AvgFn(fn) if self.multi_avg_fn is None else MultiAvgFn(self.multi_avg_fn)
+        return AvgFn(fn, grouped=self.multi_avg_fn is not None)
 
     @property
     def state(self) -> AverageState[Any]:
@@ -168,7 +167,7 @@ class AveragedModel(SavedAverage):
         copy = checked(Lerp(copies.averages, copies.news, 1.0), inplace=True)
         values = self._wide.get(averages)
         before = self._beside.state(self._count.read(self.n_averaged), values)
-        plan = planned(self.rule, news, before, steps)
+        plan = plan_update(self.rule, news, before, steps)
         step = plan.average
         is_wide = values is not averages
         rounds = isinstance(step, Lerp) and step.old is values

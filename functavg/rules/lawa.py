@@ -7,7 +7,8 @@ from typing import Any
 
 from functavg.checks import check_integer
 from functavg.plan import Lerp, copied
-from functavg.rules.base import AveragingRule, divided, foreign
+from functavg.rules.base import AveragingRule
+from functavg.rules.memory import split_memory, state_mismatch
 from functavg.scalars import lift, maximum, where
 from functavg.state import AverageState, Count, PyTree, T
 
@@ -51,21 +52,21 @@ class LAWA(AveragingRule):
         ring = tuple(copied(params, dtype=dtype, device=device) for _ in range(self.window))
         return super().init(params, dtype=dtype, device=device)._replace(memory=(0, ring))
 
-    def plan(self, params: PyTree, state: AverageState[Any], steps: Count) -> AverageState[Any]:
+    def plan(self, params: PyTree, state: AverageState[Any], /, steps: Count) -> AverageState[Any]:
         """Return the next state: a chain of steps over the ring towards the mean, and the params in the oldest's place.
 
         The chain reads the params in place of the iterate that leaves, so the two may be carried out in any order.
         """
-        seen, ring = divided(self, state)
+        seen, ring = split_memory(self, state)
         if len(ring) != self.window:
-            raise foreign(self, f"a window of {self.window} iterates, got {len(ring)}")
-        place = seen % self.window
+            raise state_mismatch(self, f"a window of {self.window} iterates, got {len(ring)}")
+        oldest = seen % self.window
         average, terms = state.average, 0
         for index, iterate in enumerate(ring):
-            stays = (index < seen) & (index != place)
+            stays = (index < seen) & (index != oldest)
             terms = terms + stays
             average = Lerp(average, iterate, where(stays, 1.0 / maximum(lift(terms), 1), 0.0))
         # The params come last: of integers, a chain leaves the newest.
         average = Lerp(average, params, 1.0 / (lift(terms) + 1))
-        ring = tuple(Lerp(iterate, params, where(index == place, 1.0, 0.0)) for index, iterate in enumerate(ring))
+        ring = tuple(Lerp(iterate, params, where(index == oldest, 1.0, 0.0)) for index, iterate in enumerate(ring))
         return AverageState(state.count + steps, average, (seen + 1, ring))

@@ -12,11 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functavg
-from functavg import EMA, LAWA, SWA, AvgFn, Copy, Every, Freeze, PowerEMA, Several, trees
+from functavg import EMA, LAWA, SWA, AvgFn, Every, Freeze, Latest, PowerEMA, Several, trees
 from functavg.kernels import torch as torch_kernel
 from tests.tables import mean_step
 
-RULE = Several({"fast": EMA(0.5), "slow": EMA(0.75), "mean": SWA(), "newest": Copy()})
+RULE = Several({"fast": EMA(0.5), "slow": EMA(0.75), "mean": SWA(), "newest": Latest()})
 
 
 def params(value: float, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -127,7 +127,7 @@ def test_it_is_a_value_although_it_is_given_a_dict() -> None:
             TypeError,
             r"rules\['a'\] must be an AveragingRule such as EMA\(0\.999\), got 0\.9",
         ),
-        (lambda: Several({"a": EMA}), TypeError, r"rules\['a'\] must be .*; an instance is meant: EMA\(\.\.\.\)"),
+        (lambda: Several({"a": EMA}), TypeError, r"rules\['a'\] must be .*; pass an instance: EMA\(\.\.\.\)"),
         (lambda: Several({1: EMA()}), TypeError, "rules must be named by strings, got 1 of int"),
     ],
 )

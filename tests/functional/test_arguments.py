@@ -10,8 +10,6 @@ import torch
 
 import functavg
 from functavg import EMA, SWA, AvgFn, PowerEMA, WeightFn
-from functavg.plan import run
-from functavg.rules.functions import plan_function
 from tests.tables import LIBRARIES
 
 NAN, INF = float("nan"), float("inf")
@@ -193,6 +191,8 @@ def test_a_callable_decay_must_return_a_number_in_range(value: Any, error: type[
 
 def test_a_grouped_function_works_on_torch_tensors_only() -> None:
     for array in [LIBRARIES[name].make(np.ones(2)) for name in LIBRARIES if "torch" not in name]:
-        plan = plan_function(max, array, functavg.AverageState(1, array), grouped=True)
-        with pytest.raises(TypeError, match="a multi_avg_fn works on torch tensors only; use AvgFn for"):
-            run(plan)
+        rule = AvgFn(max, grouped=True)
+        with pytest.raises(
+            TypeError, match=r"^a grouped function \(multi_avg_fn\) works on torch tensors only; use AvgFn"
+        ):
+            rule.update(array, functavg.AverageState(1, array))

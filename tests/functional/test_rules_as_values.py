@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import functavg
-from functavg import EMA, SWA, AvgFn, Copy, Freeze, PowerEMA, WeightFn
+from functavg import EMA, SWA, AvgFn, Freeze, Latest, PowerEMA, WeightFn
 from tests.tables import RULES, WEIGHT_RULES, ema_step, quarter, ramp
 
 
@@ -37,7 +37,7 @@ def test_rules_pickle_compare_hash_and_copy(name: str) -> None:
         (EMA(0.5, start="init"), "EMA(decay=0.5, debias=False, start='init')"),
         (SWA(), "SWA()"),
         (PowerEMA(2), "PowerEMA(gamma=2.0)"),
-        (Copy(), "Copy()"),
+        (Latest(), "Latest()"),
         (Freeze(), "Freeze()"),
     ],
     ids=str,
@@ -50,7 +50,7 @@ def test_a_rule_prints_as_the_call_that_makes_it(rule: functavg.AveragingRule, t
 def test_rules_with_functions_print_them() -> None:
     assert repr(EMA(ramp)) == f"EMA(decay={ramp!r}, debias=False, start='init')"
     assert repr(WeightFn(quarter)) == f"WeightFn(fn={quarter!r})"
-    assert repr(AvgFn(ema_step)) == f"AvgFn(fn={ema_step!r})"
+    assert repr(AvgFn(ema_step)) == f"AvgFn(fn={ema_step!r}, grouped=False)"
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -69,7 +69,7 @@ def test_a_start_that_is_the_default_is_the_same_rule() -> None:
 
 def test_rules_of_other_arguments_differ() -> None:
     emas = [EMA(0.9), EMA(0.99), EMA(0.9, debias=True), EMA(0.9, start="init"), EMA(ramp), EMA(ramp, start="copy")]
-    rules = [*emas, PowerEMA(1), PowerEMA(2), SWA(), Copy(), Freeze()]
+    rules = [*emas, PowerEMA(1), PowerEMA(2), SWA(), Latest(), Freeze()]
     assert len(set(rules)) == len(rules)
 
 
