@@ -1,4 +1,4 @@
-"""Device counts: to tell one, to make one, to write to one."""
+"""Device counts: recognise, make and overwrite them."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def write_count_(old: Any, new: Any) -> Any:
         return new
     if old.device != new.device or not is_integer_array(old):
         return new
-    with torch.inference_mode(not is_compiling()):  # a count made in inference mode can be written to nowhere else
+    with torch.inference_mode(not is_compiling()):  # tensors made in inference mode can only be written to in it
         old.copy_(new)
     return old
 
 
 def write_counts_(before: AverageState[T], after: AverageState[T]) -> AverageState[T]:
-    """Return ``after`` with its counts written into the memory of those ``before``, where they can be written to."""
+    """Return ``after`` with its counts in the memory of those ``before``, where that can be overwritten."""
     olds, old_spec = trees.flatten(before.memory)
     news, spec = trees.flatten(after.memory)
     by_path = dict(zip(old_spec.paths(), olds, strict=True))  # a memory that was loaded may have other containers

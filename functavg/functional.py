@@ -67,11 +67,11 @@ def cast_like(tree: T, like: PyTree, /) -> T:
         if name is None or (theirs != name and (theirs, name) != ("numpy", "array_api")):
             raise TypeError(
                 f"{trees.paths(spec)[index]}: expected arrays of one library, "
-                f"got {type(leaf).__name__} to bring into the form of {type(likes[index]).__name__}"
+                f"got {type(leaf).__name__} to cast like {type(likes[index]).__name__}"
             )
-    casts: dict[Any, Any] = {}  # leaves that are shared, and to be of one form, stay shared
-    forms = [(getattr(it, "dtype", type(it)), getattr(it, "device", None)) for it in likes]
-    keys = list(zip(identities(leaves), forms, strict=True))
+    casts: dict[Any, Any] = {}  # tied leaves stay tied where they are cast to one placement
+    placements = [(getattr(it, "dtype", type(it)), getattr(it, "device", None)) for it in likes]
+    keys = list(zip(identities(leaves), placements, strict=True))
     for key, leaf, it, name in zip(keys, leaves, likes, names, strict=True):
         if key not in casts:
             casts[key] = kernels.load(name).cast(leaf, it)

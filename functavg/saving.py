@@ -40,7 +40,7 @@ def to_state_dict(state: AverageState[Any], /) -> dict[str, Any]:
     for index, leaf in enumerate(leaves):
         if kernels.kernel_name(leaf) is None:
             raise TypeError(f"{_path(spec, index)}: expected a number or an array, got {type(leaf).__name__}")
-    return dict(zip(_names(spec), leaves, strict=True))
+    return dict(zip(_name_leaves(spec), leaves, strict=True))
 
 
 def from_state_dict(like: AverageState[T], saved: Mapping[str, Any], /) -> AverageState[T]:
@@ -49,7 +49,7 @@ def from_state_dict(like: AverageState[T], saved: Mapping[str, Any], /) -> Avera
     Args:
         like: a state of the structure and shapes to load, as ``rule.init(params)`` makes it. Each leaf is brought into
             the dtype, the device and the shards that it has here; a leaf on torch's meta device stays on that of its
-            value. Leaves that are shared here stay shared, and take the value of the first of them.
+            value. Leaves that are one array here stay one, and take the value of the first of them.
         saved: what ``to_state_dict`` returned. A number may have become a 0-d array on its way, and an array of JAX one
             of numpy.
 
@@ -57,7 +57,7 @@ def from_state_dict(like: AverageState[T], saved: Mapping[str, Any], /) -> Avera
         The loaded state; it shares no memory with ``like`` and ``saved``.
 
     Raises:
-        TypeError: an argument is none of the kind, or a value is of another kind than the leaf it is for.
+        TypeError: ``like`` is no AverageState or ``saved`` no dict, or a value is of another type than its leaf.
         ValueError: names are missing or unexpected, or a value has another shape or other shards.
 
     Example:
@@ -71,32 +71,32 @@ def from_state_dict(like: AverageState[T], saved: Mapping[str, Any], /) -> Avera
     if not isinstance(saved, Mapping):
         raise TypeError(f"from_state_dict(like, saved): saved must be a dict, got {type(saved).__name__}")
     leaves, spec = trees.flatten(like)
-    names = _names(spec)
+    names = _name_leaves(spec)
     _check_names(names, saved)
     loaded: list[Any] = [None] * len(leaves)
-    places: dict[str | None, list[int]] = {}
+    by_kernel: dict[str | None, list[int]] = {}
     for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
         if is_host(leaf):
-            loaded[index] = _number(saved[name], leaf, name)
+            loaded[index] = _convert_number(saved[name], leaf, name)
         else:
-            places.setdefault(kernels.kernel_name(leaf), []).append(index)
-    for kernel_name, indices in places.items():
+            by_kernel.setdefault(kernels.kernel_name(leaf), []).append(index)
+    for kernel_name, indices in by_kernel.items():
         if kernel_name is None:
             raise TypeError(f"{_path(spec, indices[0])}: the leaf of `like` is neither a number nor an array")
         kernel = kernels.load(kernel_name)
-        news = [_array(saved[names[index]], leaves[index], kernel_name) for index in indices]
-        olds = [_placed(leaves[index], new) for index, new in zip(indices, news, strict=True)]
+        news = [_convert_array(saved[names[index]], leaves[index], kernel_name) for index in indices]
+        olds = [_move_off_meta(leaves[index], new) for index, new in zip(indices, news, strict=True)]
         groups = kernel.prepared([olds], news, lambda index, indices=indices: names[indices[index]])
         (results,) = kernel.lerp(groups, [1.0], False)
         for index, result in zip(indices, results, strict=True):
             loaded[index] = result
     firsts: dict[Hashable, Any] = {}
-    shared = [firsts.setdefault(key, value) for key, value in zip(identities(leaves), loaded, strict=True)]
-    state: AverageState[T] = trees.unflatten(spec, shared)
+    tied = [firsts.setdefault(key, value) for key, value in zip(identities(leaves), loaded, strict=True)]
+    state: AverageState[T] = trees.unflatten(spec, tied)
     return state
 
 
-def _names(spec: Any) -> list[str]:
+def _name_leaves(spec: Any) -> list[str]:
     """Return the name of each leaf of a state.
 
     Raises:
@@ -119,29 +119,29 @@ def _check_names(names: list[str], saved: Mapping[str, Any]) -> None:
     unexpected = [str(name) for name in saved if name not in known]
     if missing or unexpected:
         raise ValueError(
-            f"the saved state is none of the structure of `like`: missing {trees.some(missing)}; unexpected "
+            f"the saved state does not have the structure of `like`: missing {trees.some(missing)}; unexpected "
             f"{trees.some(unexpected)}. Make `like` by the `init` of the rule that was saved, from the same params"
         )
 
 
-def _number(value: Any, like: float, name: str) -> float:
-    """Return a host number, which may have become an array of no dimension on its way."""
+def _convert_number(value: Any, like: float, name: str) -> float:
+    """Return a value as a host number; it may have become a 0-d array on its way."""
     number = value.item() if getattr(value, "shape", None) == () else value
     kind = int if isinstance(like, int) else float
     if not isinstance(number, (int, kind)) or isinstance(number, bool) != isinstance(like, bool):
-        raise TypeError(f"{name}: expected a number as {like!r} is, got {value!r} of {type(value).__name__}")
+        raise TypeError(f"{name}: expected a number like {like!r}, got {value!r} of {type(value).__name__}")
     return number
 
 
-def _array(value: Any, like: Any, kernel_name: str) -> Any:
-    """Return a value for an array; a count that was a host number becomes what it is here."""
+def _convert_array(value: Any, like: Any, kernel_name: str) -> Any:
+    """Return a value for an array; a host count becomes a device count where ``like`` is one."""
     if type(value) is int and kernel_name != "numpy" and like.ndim == 0:
         return match_count(value, like)
     return value
 
 
-def _placed(like: Any, value: Any) -> Any:
-    """Return an array of the form of ``like``; onto the meta device no value could be loaded."""
+def _move_off_meta(like: Any, value: Any) -> Any:
+    """Return an array to load a value like: ``like``, or one on the device of the value where that is on meta."""
     if getattr(like, "is_meta", False) and hasattr(value, "is_meta"):
         return like.new_empty(like.shape, device=value.device)
     return like

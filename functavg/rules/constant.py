@@ -26,7 +26,7 @@ class Latest(WeightRule):
 
 @dataclass(frozen=True)
 class Freeze(WeightRule):
-    """What ``init`` saw, for ever: weight 0, the first update included.
+    """The params that ``init`` saw: weight 0, the first update included.
 
     Example:
         >>> import functavg, numpy as np

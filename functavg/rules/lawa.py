@@ -53,9 +53,9 @@ class LAWA(AveragingRule):
         return super().init(params, dtype=dtype, device=device)._replace(memory=(0, ring))
 
     def plan(self, params: PyTree, state: AverageState[Any], /, steps: Count) -> AverageState[Any]:
-        """Return the next state: a chain of steps over the ring towards the mean, and the params in the oldest's place.
+        """Return the next state: the average as a chain of steps over the ring, and the ring with the oldest replaced.
 
-        The chain reads the params in place of the iterate that leaves, so the two may be carried out in any order.
+        The chain reads the params instead of the oldest iterate, so the two may be committed in either order.
         """
         seen, ring = split_memory(self, state)
         if len(ring) != self.window:
@@ -66,7 +66,7 @@ class LAWA(AveragingRule):
             stays = (index < seen) & (index != oldest)
             terms = terms + stays
             average = Lerp(average, iterate, where(stays, 1.0 / maximum(lift(terms), 1), 0.0))
-        # The params come last: of integers, a chain leaves the newest.
+        # The params come last, as integers take the newest value.
         average = Lerp(average, params, 1.0 / (lift(terms) + 1))
         ring = tuple(Lerp(iterate, params, where(index == oldest, 1.0, 0.0)) for index, iterate in enumerate(ring))
         return AverageState(state.count + steps, average, (seen + 1, ring))

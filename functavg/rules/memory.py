@@ -24,4 +24,6 @@ def split_memory(rule: object, state: AverageState[Any], least: int = 0) -> tupl
 def state_mismatch(rule: object, problem: str) -> ValueError:
     """Return the error for a state that another rule made."""
     name = type(rule).__name__
-    return ValueError(f"state is none of {name}: expected {problem}. Pass what {name}(...).init or .update returned")
+    return ValueError(
+        f"the state was not made by {name}: expected {problem}. Pass what {name}(...).init or .update returned"
+    )

@@ -16,9 +16,9 @@ class Schedule(ABC):
     """A decay that depends on the clock, given by its rate: ``rate(u) = 1 - decay(u)``.
 
     A schedule of your own overrides ``rate`` and forms it without cancellation: in float32 a decay of about 0.99999
-    leaves a difference from 1 that is off by up to 0.3 %, and the weights are computed from that difference. As a
-    frozen dataclass it prints as its call, compares, hashes and pickles; with the functions of ``functavg.scalars``, or
-    plain arithmetic, it computes with host numbers, 0-d arrays and traced values alike.
+    leaves a difference from 1 that is off by up to 0.3 %, and weights are computed from that difference. As a frozen
+    dataclass it prints as its call, compares, hashes and pickles. Plain arithmetic, as in the example, computes with
+    host numbers, 0-d arrays and traced values alike.
 
     Example:
         >>> from dataclasses import dataclass

@@ -211,7 +211,7 @@ def test_numpy_integers_become_plain_ones() -> None:
 def test_the_state_of_another_rule_is_refused() -> None:
     """The error says whose state it is not."""
     with pytest.raises(
-        ValueError, match=r"^state is none of Every: expected a memory of two parts, got tuple\. Pass what"
+        ValueError, match=r"^the state was not made by Every: expected a memory of two parts, got tuple\. Pass what"
     ):
         Every(EMA(), 2).update(np.ones(1), EMA().init(np.ones(1)))
     state = EMA().init(np.ones(1))._replace(memory=(-3, ()))

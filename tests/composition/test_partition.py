@@ -281,6 +281,6 @@ def test_a_bad_argument_is_refused(make: Any, error: type[Exception], message: s
 def test_the_state_of_other_rules_is_refused() -> None:
     """The error says which labels it has, and which it should have."""
     with pytest.raises(
-        ValueError, match=r"^state is none of Partition: expected a memory of \['slow', 'newest'\], got tuple"
+        ValueError, match=r"^the state was not made by Partition: expected a memory of \['slow', 'newest'\], got tuple"
     ):
         Partition(RULES, "slow").update(np.ones(1), functavg.EMA().init(np.ones(1)))

@@ -140,7 +140,9 @@ def test_a_bad_argument_is_refused(make: Any, error: type[Exception], message: s
 def test_the_state_of_other_rules_is_refused() -> None:
     """The error says which it has, and which it should have."""
     rule = Several({"a": EMA(), "b": EMA()})
-    with pytest.raises(ValueError, match=r"^state is none of Several: expected a memory of \['a', 'b'\], got tuple"):
+    with pytest.raises(
+        ValueError, match=r"^the state was not made by Several: expected a memory of \['a', 'b'\], got tuple"
+    ):
         rule.update(np.ones(1), EMA().init(np.ones(1)))
     with pytest.raises(ValueError, match=r"expected a memory of \['a', 'b'\], got \['a', 'c'\]"):
         rule.update(np.ones(1), Several({"a": EMA(), "c": EMA()}).init(np.ones(1)))

@@ -159,5 +159,7 @@ def test_a_bad_argument_is_refused() -> None:
     """T6: by name and value."""
     with pytest.raises(TypeError, match=r"^rule must be an AveragingRule such as EMA\(0\.999\), got None of NoneType"):
         SkipNonFinite(None)
-    with pytest.raises(ValueError, match=r"^state is none of SkipNonFinite: expected a memory of two parts, got tuple"):
+    with pytest.raises(
+        ValueError, match=r"^the state was not made by SkipNonFinite: expected a memory of two parts, got tuple"
+    ):
         SkipNonFinite(EMA()).update(np.ones(1), functavg.EMA().init(np.ones(1)))

@@ -102,7 +102,7 @@ def test_cast_like_pairs_by_path() -> None:
         ("text", np.ones(1)),
         (np.ones(1), "text"),
     ):
-        message = rf"tree\['a'\]: expected arrays of one library, got {type(tree).__name__} to bring into the form of "
+        message = rf"tree\['a'\]: expected arrays of one library, got {type(tree).__name__} to cast like "
         with pytest.raises(TypeError, match=message + type(like).__name__):
             cast_like({"a": tree}, {"a": like})
 

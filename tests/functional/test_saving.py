@@ -256,9 +256,9 @@ RULE = functavg.Every(functavg.SWA(), 2)
             r"^average.layer.w: expected .*float64 or what it can hold, got .*complex128",
         ),
         (lambda d: d.update({"average.layer.w": "text"}), TypeError, r"^average.layer.w: expected a .*, got str"),
-        (lambda d: d.update(count=1.5), TypeError, r"^count: expected a number as 0 is, got 1.5 of float"),
-        (lambda d: d.update(count=True), TypeError, r"^count: expected a number as 0 is, got True of bool"),
-        (lambda d: d.update(count=np.zeros(1)), TypeError, r"^count: expected a number as 0 is, got .* of ndarray"),
+        (lambda d: d.update(count=1.5), TypeError, r"^count: expected a number like 0, got 1.5 of float"),
+        (lambda d: d.update(count=True), TypeError, r"^count: expected a number like 0, got True of bool"),
+        (lambda d: d.update(count=np.zeros(1)), TypeError, r"^count: expected a number like 0, got .* of ndarray"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(convert: Any, change: Any, error: type[Exception], message: str) -> None:
