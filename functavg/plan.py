@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from functavg import kernels, trees
+from functavg.checks import check_weight
+from functavg.identity import objects
 from functavg.kernels import dtypes
-from functavg.scalars import check_weight, is_compiling, is_host, objects
+from functavg.scalars import is_compiling, is_host
 from functavg.state import AverageState, Count, PyTree, Weight
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Lerp:
     """The intention ``old + weight * (new - old)``; ``old`` may be an intention itself, committed before.
 
@@ -30,7 +32,7 @@ class Lerp:
     roundings: PyTree | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Apply:
     """The intention ``fn(old, new, count)`` leaf by leaf, or ``fn(olds, news, count)`` in place by groups."""
 
@@ -177,7 +179,7 @@ class _Job:
         return parts
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Part:
     """Those distinct leaves of an intention that one kernel takes."""
 
@@ -284,7 +286,7 @@ def copy_leaves(params: PyTree, *, dtype: Any = None, device: Any = None) -> PyT
     keys = identities(leaves)
     for key, leaf in zip(keys, leaves, strict=True):
         if key not in made:
-            made[key] = kernels.load(kernels.kernel_name_of(type(leaf)) or "").copy(leaf, held, device)
+            made[key] = kernels.load(kernels.kernel_name(leaf)).copy(leaf, held, device)
     return spec.unflatten([made[key] for key in keys])
 
 

@@ -25,7 +25,7 @@ _ENTRIES: dict[str, type[optree.PyTreeEntry]] = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class NamedList:
     """A tree of leaves in one list, whose names are spelled only when somebody asks.
 
@@ -38,9 +38,9 @@ class NamedList:
     spell: Callable[[], Sequence[str]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class FlatSpec:
-    """The structure of a dict of leaves in the order of its keys, or of a NamedList; no leaf is looked at to know it."""
+    """The structure of a NamedList, or of a dict of leaves in its own order; no leaf is looked at to know it."""
 
     spell: Callable[[], Sequence[Any]]
     num_leaves: int
@@ -147,7 +147,7 @@ def align(old: Spec, new: Spec, leaves: list[Any]) -> list[Any]:
         "the params do not have the structure of the average: "
         f"missing {some(missing)}; unexpected {some(unexpected)}. "
         f"Expected {old.num_leaves} leaves, got {new.num_leaves}. Pass the tree that `init` saw, "
-        "or grow the state with `functavg.extend(rule, state, params)`"
+        "or grow the state with `rule.extend(params, state)`"
     )
 
 

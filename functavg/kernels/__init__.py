@@ -1,7 +1,7 @@
-"""The only arithmetic, dispatched by the kind of the leaves. No array library is imported that the user did not import.
+"""The only arithmetic, dispatched by the kind of the leaves. No array library is loaded that the user did not load.
 
-A kernel is a module with these functions over lists of leaves of its kind. ``name_of(index)`` returns the path of a leaf
-for an error.
+A kernel is a module with these functions over lists of leaves of its kind. ``name_of(index)`` is the path of a leaf,
+for errors.
 
 * ``refusal(leaf)``: why a leaf cannot be averaged, or None;
 * ``copy(leaf, dtype, device)``: a new array to start an average from;
@@ -9,9 +9,9 @@ for an error.
 * ``are_disjoint(averages, news)``: whether no two averages overlap in memory, and no new value starts where one does;
 * ``identities(leaves)``: what is equal for leaves that are one array in memory;
 * ``check_writable(averages, news, name_of)``: checks that a step in place writes to nothing that it reads elsewhere;
-* ``prepare(averages, news, name_of, roundings=None)``: checks that each of the lists ``averages`` can take ``news``, and
-  groups them. ``roundings`` are tensors that take the first of the averages in their own dtype, after each step in place;
-* ``try_steps(groups, weights, inplace, name_of)``: checks that classes of arrays that are not the library's own can take
+* ``prepare(averages, news, name_of, roundings=None)``: checks that each of the lists ``averages`` can take ``news``,
+  and groups them. ``roundings`` are tensors that take the first average in their own dtype, after a step in place;
+* ``try_steps(groups, weights, inplace, name_of)``: checks that arrays of other classes than the library's own can take
   their steps;
 * ``lerp(groups, weights, inplace)``: the step ``a + w (x - a)`` of each of the averages;
 * ``apply(groups, count, fn, grouped, inplace, name_of)``: a step by a user's function;
@@ -20,12 +20,15 @@ for an error.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from typing import Any
 
 import numpy as np
+
+# Plain dicts, since torch.compile warns of functools.cache.
+_names: dict[type, str | None] = {}
+_loaded: dict[str | None, Any] = {}
 
 
 def kernel_name(leaf: Any) -> str | None:
@@ -33,18 +36,24 @@ def kernel_name(leaf: Any) -> str | None:
     return kernel_name_of(type(leaf))
 
 
-@functools.cache
 def kernel_name_of(kind: type) -> str | None:
     """Return the name of the kernel for leaves of this class, None where it is no array."""
+    if kind not in _names:
+        _names[kind] = _find_kernel(kind)
+    return _names[kind]
+
+
+def load(name: str | None) -> Any:
+    """Return the kernel of this name."""
+    if name not in _loaded:
+        _loaded[name] = importlib.import_module(f"functavg.kernels.{name}")
+    return _loaded[name]
+
+
+def _find_kernel(kind: type) -> str | None:
     if issubclass(kind, (np.ndarray, np.generic, bool, int, float, complex)):
         return "numpy"
     torch = sys.modules.get("torch")
     if torch is not None and issubclass(kind, torch.Tensor):
         return "torch"
     return "array_api" if hasattr(kind, "__array_namespace__") else None
-
-
-@functools.cache
-def load(name: str) -> Any:
-    """Return the kernel of this name."""
-    return importlib.import_module(f"functavg.kernels.{name}")

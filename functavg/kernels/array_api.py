@@ -58,7 +58,9 @@ def try_steps(groups: Groups, weights: list[Weight], inplace: bool, name_of: Cal
     del groups, weights, inplace, name_of
 
 
-def prepare(averages: list[list[Any]], news: list[Any], name_of: Callable[[int], str], roundings: None = None) -> Groups:
+def prepare(
+    averages: list[list[Any]], news: list[Any], name_of: Callable[[int], str], roundings: None = None
+) -> Groups:
     """Return all leaves as arrays of the averages' library.
 
     Raises:
@@ -109,7 +111,7 @@ def apply(
     """Return the leaves of one average after ``fn(avg, new, count)``; integers and bools take the newest value."""
     del inplace
     if grouped:
-        raise TypeError("a multi_avg_fn works on torch tensors only; use AvgFn for other arrays")
+        raise TypeError("a grouped function (multi_avg_fn) works on torch tensors only; use AvgFn(fn) for other arrays")
     (olds,), news = groups
     leaves = []
     for index, (old, new) in enumerate(zip(olds, news, strict=True)):

@@ -61,7 +61,9 @@ def check_overlaps(
     """
     pair = _find_overlap([*averages, *news], len(averages))
     if pair is not None:
-        names = [name_of(index % len(averages)) + (" of the params" if index >= len(averages) else "") for index in pair]
+        names = [
+            name_of(index % len(averages)) + (" of the params" if index >= len(averages) else "") for index in pair
+        ]
         raise ValueError(
             f"{names[0]} and {names[1]} overlap in memory without being one array; a step in place would mix them. "
             "Pass a clone of one, or inplace=False"

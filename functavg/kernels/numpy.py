@@ -81,7 +81,9 @@ def _address(array: Array) -> int:
     return address
 
 
-def prepare(averages: list[list[Any]], news: list[Any], name_of: Callable[[int], str], roundings: None = None) -> Groups:
+def prepare(
+    averages: list[list[Any]], news: list[Any], name_of: Callable[[int], str], roundings: None = None
+) -> Groups:
     """Return all leaves as arrays.
 
     Raises:
@@ -101,7 +103,9 @@ def prepare(averages: list[list[Any]], news: list[Any], name_of: Callable[[int],
             if refusal(old) is not None:
                 raise TypeError(f"{name_of(index)}: the average holds {refusal(old)}")
             if old.shape != array.shape:
-                raise ValueError(f"{name_of(index)}: expected shape {old.shape}, got {array.shape}; nothing is broadcast")
+                raise ValueError(
+                    f"{name_of(index)}: expected shape {old.shape}, got {array.shape}; nothing is broadcast"
+                )
             if _kind(array) > _kind(old):
                 raise TypeError(f"{name_of(index)}: expected {old.dtype} or what it can hold, got {array.dtype}")
         arrays.append(array)
@@ -135,7 +139,7 @@ def apply(
 ) -> list[Array]:
     """Return the leaves of one average after ``fn(avg, new, count)``; integers and bools take the newest value."""
     if grouped:
-        raise TypeError("a multi_avg_fn works on torch tensors only; use AvgFn for numpy arrays")
+        raise TypeError("a grouped function (multi_avg_fn) works on torch tensors only; use AvgFn(fn) for numpy arrays")
     (olds,), news = groups
     leaves = []
     first = int(count) == 0  # a rule cannot know it where the count is a 0-d array

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
-from functavg.kernels.torch.steps import copied, lerp_leaf
+from functavg.kernels.torch.steps import copy, lerp_leaf
 from functavg.nn import ranks
 from functavg.nn.norms import STATISTICS
 
@@ -49,7 +49,7 @@ class Estimate:
                 if name in self.averages:
                     lerp_leaf(self.averages[name], getattr(seen, name), size / self.count, inplace=True)
                 else:
-                    self.averages[name] = copied(getattr(seen, name), None, None)
+                    self.averages[name] = copy(getattr(seen, name), None, None)
 
     def _writes(self, seen: _NormBase) -> bool:
         """Tell whether the forward changes the statistics; that of a frozen norm does not."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.nn import Module
 
-from functavg.kernels.torch.groups import identities
+from functavg.kernels.torch.memory import identities
 from functavg.nn.copying import Share
 from functavg.nn.pairing import tensors, unwrap
 from functavg.nn.writing import write

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from functavg import trees as structure
+from functavg.checks import check_integer, check_number
 from functavg.functional import cast_like
-from functavg.plan import Lerp, copied, run
-from functavg.scalars import check_integer
+from functavg.plan import Lerp, copy_leaves, run
 from functavg.state import AverageState, PyTree, T
-from functavg.units import real
 
 CANCELLED = 1e-12
 """Weights whose sum is smaller than this, relative to that of their magnitudes, sum to zero up to rounding."""
@@ -91,7 +90,7 @@ class _Means:
         elif self.trees:  # a copy in the form of the other mean, which the tree has to fit
             self.trees[side] = run(Lerp(self.trees[not side], tree, 1.0))
         else:
-            self.trees[side] = copied(tree, dtype=self.dtype)
+            self.trees[side] = copy_leaves(tree, dtype=self.dtype)
 
     def joined(self) -> PyTree:
         """Return the mean of all; the two are used up."""
@@ -132,7 +131,7 @@ def window_mean(late: T, early: T, late_count: int, early_count: int) -> T:
     early_count = check_integer(early_count, "early_count", 0)
     late_count = check_integer(late_count, "late_count", early_count + 1)
     weight = late_count / (late_count - early_count)
-    result: T = returned(stepped(copied(early), late, weight), late)
+    result: T = returned(stepped(copy_leaves(early), late, weight), late)
     return result
 
 
@@ -166,7 +165,7 @@ def naming(name: str) -> Iterator[None]:
 
 def _checked(weights: Iterable[float]) -> list[float]:
     """Return weights as host floats."""
-    numbers = [real(weight, f"weights[{index}]") for index, weight in enumerate(weights)]
+    numbers = [check_number(weight, f"weights[{index}]") for index, weight in enumerate(weights)]
     for index, number in enumerate(numbers):
         if not math.isfinite(number):
             raise ValueError(f"weights[{index}] must be finite, got {number!r}")

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from functavg.plan import Lerp, copied, run
+from functavg.checks import check_number
+from functavg.plan import Lerp, copy_leaves, run
 from functavg.posthoc.combining import naming, returned
 from functavg.state import AverageState, T
-from functavg.units import real
 
 
 def greedy_soup(trees: Iterable[T], score: Callable[[T], Any]) -> tuple[T, list[int]]:
@@ -51,7 +51,7 @@ def greedy_soup(trees: Iterable[T], score: Callable[[T], Any]) -> tuple[T, list[
         raise ValueError(f"trees must hold at least one tree with a score above -inf, got the scores {scores}")
     chosen, best = order[:1], scores[order[0]]
     newest = models[order[0]]
-    soup = copied(newest)
+    soup = copy_leaves(newest)
     for index in order[1:]:
         model = models[index]
         with naming(f"trees[{index}]"):
@@ -65,5 +65,5 @@ def greedy_soup(trees: Iterable[T], score: Callable[[T], Any]) -> tuple[T, list[
 
 def _number(value: Any, name: str) -> float:
     """Return a score as a host float, NaN as the worst."""
-    number = real(value, name)
+    number = check_number(value, name)
     return -math.inf if math.isnan(number) else number

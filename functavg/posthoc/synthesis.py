@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from functavg.checks import check_integer
 from functavg.profiles import Profile, profile
 from functavg.profiles.reading import read
 from functavg.rules.base import AveragingRule
 from functavg.rules.power import PowerEMA
 from functavg.rules.swa import SWA
-from functavg.scalars import check_integer
 
 Float64 = NDArray[np.float64]
 
@@ -49,7 +49,7 @@ def solve(snapshots: Iterable[Any], target: Any) -> Synthesis:
 
     The squared distance ``|sum_k c_k p_k - p|^2`` of the profiles is the least that is possible with
     ``sum_k c_k = 1``; ``p_k`` are the profiles of the ``snapshots``, ``p`` that of the ``target``. Any averages of one
-    run will do: of several widths, at several times, windows, and raw checkpoints (``Copy()``).
+    run will do: of several widths, at several times, windows, and raw checkpoints (``Latest()``).
 
     Snapshots and target are pairs ``(rule, steps)``, with ``steps`` what :func:`functavg.profile` takes, or profiles.
     If all are pairs of a ``PowerEMA`` or ``SWA`` and a number, their products are taken in closed form, in the limit

@@ -10,15 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from functavg import trees
-from functavg.combinators.base import Door, Rules
+from functavg.checks import check_count
+from functavg.combinators.gate import Gate
 from functavg.combinators.partition import Partition
+from functavg.combinators.product import Rules
 from functavg.combinators.several import Several
 from functavg.combinators.skip_non_finite import SkipNonFinite
 from functavg.profiles.tracing import Node, Run, node_of, shares
 from functavg.profiles.weights import Profile
 from functavg.rules.base import AveragingRule
 from functavg.rules.lawa import LAWA
-from functavg.scalars import check_count
 
 
 def profile(rule: AveragingRule, steps: int | Iterable[int]) -> Any:
@@ -107,7 +108,7 @@ class _OfEachLabel(Several):
 
 def _without_labels(rule: AveragingRule) -> AveragingRule:
     """Return the rule with what a Partition does to a leaf of each label in its place."""
-    if isinstance(rule, Door):
+    if isinstance(rule, Gate):
         return replace(rule, rule=_without_labels(rule.rule))  # type: ignore[type-var]
     if isinstance(rule, (Partition, Several)):
         inner = {key: _without_labels(each) for key, each in rule.rules.items()}

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from functavg import trees
+from functavg.checks import check_weight
 from functavg.plan import Apply, Intention, Lerp
 from functavg.profiles.linearity import Linear
 from functavg.rules.base import AveragingRule
-from functavg.scalars import check_weight
 from functavg.state import AverageState, PyTree
 
 # ---- forwards: plans become nodes

@@ -40,7 +40,7 @@ class Profile:
         >>> import functavg
         >>> ema = functavg.profile(functavg.EMA(0.9), 1000)
         >>> print(ema)
-        EMA(decay=0.9, debias=False) after 1000 steps
+        EMA(decay=0.9, debias=False, start='copy') after 1000 steps
           mean age            9 steps
           std                 9.487 steps
           sigma_rel           0.009487

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functavg import EMA, LAWA, SWA, AveragingRule, AvgFn, Copy, Every, Freeze, PowerEMA, Profile, Several, profile
+from functavg import EMA, LAWA, SWA, AveragingRule, AvgFn, Every, Freeze, Latest, PowerEMA, Profile, Several, profile
 from functavg.posthoc import Synthesis, combine, solve
 from functavg.posthoc.synthesis import _power_products
 from tests import oracle
@@ -73,14 +73,14 @@ def test_windows_come_from_two_means(given_as: str) -> None:
 
 
 def test_raw_checkpoints_make_any_window_of_them() -> None:
-    found = solve([(Copy(), 10 * k) for k in range(1, 41)], (Every(LAWA(5), 10), STEPS))
+    found = solve([(Latest(), 10 * k) for k in range(1, 41)], (Every(LAWA(5), 10), STEPS))
     np.testing.assert_allclose(found.coefficients, [0.0] * 35 + [0.2] * 5, atol=1e-12)
     assert found.residual < 1e-12
 
 
 def test_the_initial_model_is_part_of_the_profile() -> None:
     assert solve([(SWA(), 10)], (Freeze(), 10)).residual == pytest.approx(math.sqrt(1.1))
-    found = solve([(Freeze(), 5), (Copy(), 10)], Profile(np.array([0.0] * 9 + [0.75]), np.arange(1, 11), 0.25))
+    found = solve([(Freeze(), 5), (Latest(), 10)], Profile(np.array([0.0] * 9 + [0.75]), np.arange(1, 11), 0.25))
     np.testing.assert_allclose(found.coefficients, [0.25, 0.75], atol=1e-15)
 
 
@@ -142,7 +142,7 @@ def test_the_closed_form_is_the_limit_of_many_steps() -> None:
 
 def test_the_residual_is_the_error_where_iterates_scatter() -> None:
     iterates = np.random.default_rng(1).normal(size=(STEPS + 1, 1500))
-    pairs = [*edm2(4), (EMA(0.97), 250), (LAWA(15), STEPS), (Copy(), 390)]
+    pairs = [*edm2(4), (EMA(0.97), 250), (LAWA(15), STEPS), (Latest(), 390)]
     snapshots = stored(pairs, iterates)
     for width in (0.03, 0.15, 0.25):
         target = (PowerEMA.from_sigma_rel(width), STEPS)

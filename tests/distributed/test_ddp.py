@@ -47,10 +47,10 @@ def _train_and_average(dtype: torch.dtype, rule: functavg.AveragingRule) -> None
         expected.update_parameters(net)
     for averaged in (of_bare, of_wrapped):
         assert "module.0.first.weight" in averaged.state_dict()  # S7
-        assert_same(functavg.state_dict(averaged.state), functavg.state_dict(expected.state))
+        assert_same(functavg.to_state_dict(averaged.state), functavg.to_state_dict(expected.state))
         assert_equal_on_all_ranks(averaged.state_dict())
-        assert_equal_on_all_ranks(functavg.state_dict(averaged.state))
-    assert_equal_on_all_ranks(functavg.state_dict(functional))
+        assert_equal_on_all_ranks(functavg.to_state_dict(averaged.state))
+    assert_equal_on_all_ranks(functavg.to_state_dict(functional))
     training = copy.deepcopy(net.state_dict())
     with CommDebugMode() as counted, functavg.swapped(model, of_wrapped):
         pass

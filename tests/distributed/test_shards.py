@@ -83,7 +83,7 @@ def test_copy_to_fills_the_shards(mesh: DeviceMesh) -> None:
     [
         functavg.EMA(0.75),
         functavg.AvgFn(functavg.get_ema_avg_fn(0.75)),
-        functavg.MultiAvgFn(functavg.get_ema_multi_avg_fn(0.75)),
+        functavg.AvgFn(functavg.get_ema_multi_avg_fn(0.75), grouped=True),
         functavg.SkipNonFinite(functavg.Several({"ema": functavg.EMA(0.75)})),
         functavg.Partition({"ema": functavg.EMA(0.75)}, lambda name, leaf: "ema"),
     ],

@@ -26,7 +26,16 @@ LAYERS = [
     ["functavg.rules"],
     ["functavg.plan"],
     ["functavg.kernels"],
-    ["functavg.state", "functavg.trees", "functavg.scalars", "functavg.units", "functavg.schedules"],
+    [
+        "functavg.state",
+        "functavg.trees",
+        "functavg.scalars",
+        "functavg.counts",
+        "functavg.identity",
+        "functavg.checks",
+        "functavg.units",
+        "functavg.schedules",
+    ],
 ]
 
 
@@ -118,7 +127,7 @@ for rule in (functavg.EMA(0.9), functavg.SWA(), functavg.PowerEMA(2), functavg.A
     state = rule.init(params, dtype="float64")
     for inplace in (False, True):
         state = rule.update(params, state, inplace=inplace, steps=2)
-    functavg.cast_like(functavg.extend(rule, state, params | {"new": np.ones(1)}).average, params | {"new": np.ones(1)})
+    functavg.cast_like(rule.extend(params | {"new": np.ones(1)}, state).average, params | {"new": np.ones(1)})
     try:
         rule.init({"w": object()})
     except TypeError:

@@ -226,7 +226,7 @@ def test_vmap_over_models_and_their_counts(name: str) -> None:
         assert_equal({name: leaf[index] for name, leaf in stack.average.items()}, wanted.average)
 
 
-@pytest.mark.parametrize("name", ["EMA", "Copy", "SWA"])
+@pytest.mark.parametrize("name", ["EMA", "Latest", "SWA"])
 def test_a_donated_state_and_donated_params_average_on(name: str) -> None:
     """A first update that handed out the params' own buffers would die with them."""
     rule = RULES[name].rule

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from functavg import EMA, AveragedModel, Every, WeightFn
-from functavg.nn import pairing
 from tests.nn.helpers import fill, scalar, unchanged
 
 
@@ -100,7 +99,7 @@ def test_an_update_from_a_model_whose_buffer_is_lazy_or_on_meta_changes_nothing(
         averaged.update_parameters(model)
 
 
-# ---- modules that are shared, doors that are closed, inference mode
+# ---- modules that are shared, gates that are closed, inference mode
 
 
 def test_shared_modules_are_walked_once():
@@ -108,7 +107,6 @@ def test_shared_modules_are_walked_once():
     model = nn.Sequential(layer, layer)
     for _ in range(10):
         model = nn.Sequential(model, model)
-    assert pairing.in_step(model, model) is None
     averaged = AveragedModel(model, rule=EMA(0.5))
     for value in (0.0, 1.0):
         fill(model, value)
@@ -116,7 +114,7 @@ def test_shared_modules_are_walked_once():
     assert {parameter.item() for parameter in averaged.module.parameters()} == {0.5}
 
 
-def test_a_closed_door_converts_a_low_precision_model_once():
+def test_a_closed_gate_converts_a_low_precision_model_once():
     model = scalar(1.0, torch.bfloat16)
     averaged = AveragedModel(model, rule=Every(EMA(0.5), 3))
     averaged.update_parameters(model)

@@ -81,7 +81,7 @@ def test_torchs_functions_are_told_steps_as_the_rules_are(name):
     Course(AveragedModel(model, **arguments), model, profile).go(1).go(2, steps=3).check()
 
 
-@pytest.mark.parametrize("kind", ["avg_fn", "multi_avg_fn", "AvgFn", "MultiAvgFn"])
+@pytest.mark.parametrize("kind", ["avg_fn", "multi_avg_fn", "AvgFn", "AvgFn-grouped"])
 def test_functions_count_models_whatever_the_steps(kind):
     averaged = AveragedModel(scalar(), **WAYS[kind][0])
     for value in (0.0, 1.0, 1.0):
@@ -408,7 +408,7 @@ def test_what_to_average_by_is_read_at_each_update():
 
 
 def test_the_representation_shows_the_rule():
-    assert "rule=EMA(decay=0.9, debias=False), use_buffers=True" in repr(
+    assert "rule=EMA(decay=0.9, debias=False, start='copy'), use_buffers=True" in repr(
         AveragedModel(scalar(), multi_avg_fn=functavg.get_ema_multi_avg_fn(0.9), use_buffers=True)
     )
     assert "rule=SWA()" in repr(AveragedModel(scalar()))
@@ -547,7 +547,7 @@ def test_a_wrong_decay_is_refused_with_its_value(make, decay):  # T6
 
 def test_rules_of_functions_want_functions():
     with pytest.raises(TypeError, match=r"fn must be callable, got 0.9"):
-        functavg.MultiAvgFn(0.9)
+        functavg.AvgFn(0.9, grouped=True)
 
 
 # ---- modes

@@ -27,9 +27,9 @@ arrays: list[NDArray[np.float32]] = [np.zeros(2, np.float32)]
 assert_type(functavg.SWA().init(arrays).average, list[NDArray[np.float32]])
 assert_type(functavg.lerp(params, params, 0.5), dict[str, Tensor])
 assert_type(functavg.cast_like(params, params), dict[str, Tensor])
-assert_type(functavg.extend(rule, state, params), functavg.AverageState[dict[str, Tensor]])
-saved: dict[str, Any] = functavg.state_dict(state)
-assert_type(functavg.load_state_dict(state, saved), functavg.AverageState[dict[str, Tensor]])
+assert_type(rule.extend(params, state), functavg.AverageState[dict[str, Tensor]])
+saved: dict[str, Any] = functavg.to_state_dict(state)
+assert_type(functavg.from_state_dict(state, saved), functavg.AverageState[dict[str, Tensor]])
 
 # ---- rules are values
 
@@ -40,10 +40,10 @@ rules: list[functavg.AveragingRule] = [
     functavg.LAWA(10),
     functavg.WeightFn(lambda count, steps: steps / (count + steps)),
     functavg.AvgFn(lambda average, new, count: average + (new - average) / (count + 1)),
-    functavg.MultiAvgFn(functavg.get_swa_multi_avg_fn()),
+    functavg.AvgFn(functavg.get_swa_multi_avg_fn(), grouped=True),
     functavg.Every(functavg.SkipNonFinite(functavg.SWA()), 10, start=100),
     functavg.Several({"fast": functavg.EMA(0.9), "slow": functavg.Freeze()}),
-    functavg.Partition({"all": functavg.Copy()}, lambda name, leaf: "all"),
+    functavg.Partition({"all": functavg.Latest()}, lambda name, leaf: "all"),
 ]
 
 

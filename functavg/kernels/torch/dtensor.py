@@ -43,8 +43,7 @@ def check_shards(average: Any, new: Any, name_of: Callable[[], str]) -> None:
         )
     if average.shape != new.shape:
         raise ValueError(
-            f"{name_of()}: expected shape {tuple(average.shape)}, got {tuple(new.shape)}; "
-            "nothing is broadcast"
+            f"{name_of()}: expected shape {tuple(average.shape)}, got {tuple(new.shape)}; nothing is broadcast"
         )
 
 

@@ -47,5 +47,7 @@ def _extrema(leaves: list[Tensor], grouped: bool) -> list[Tensor]:
     if grouped and leaves[0].is_cuda and not narrow:
         return list(torch._foreach_norm(leaves, torch.inf))
     if grouped and not narrow:
-        leaves = [some[0] if len(some) == 1 else torch._C._nn.flatten_dense_tensors(some) for (some,) in batch([leaves])]
+        leaves = [
+            some[0] if len(some) == 1 else torch._C._nn.flatten_dense_tensors(some) for (some,) in batch([leaves])
+        ]
     return [number for leaf in leaves for number in torch.aminmax(leaf.to(torch.bfloat16) if narrow else leaf)]

@@ -24,11 +24,13 @@ PLAIN = {Tensor, Parameter}
 
 # Attributes of thousands of tensors are read in loops of C.
 _shape = operator.attrgetter("shape")
+_dtype = operator.attrgetter("dtype")
+_device = operator.attrgetter("device")
 _placement = operator.attrgetter("dtype", "device")
 _class_and_placement = operator.attrgetter("__class__", "dtype", "device")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Group:
     """Leaves of one dtype and device: for each average its tensors, and the new ones."""
 
@@ -39,6 +41,8 @@ class Group:
     """Tensors that take the rounding of the first average, if they are not the average itself."""
     alike: bool
     """Whether the new tensors have the dtype and the device of all the averages."""
+    plain: bool
+    """Whether all are tensors of torch's own classes."""
     foreach: bool
     """Whether the grouped kernels know these tensors; elsewhere each leaf is a call of its own."""
     wholes: list[list[Tensor]] | None = None
@@ -92,11 +96,12 @@ def prepare(
     if shards is not None:
         groups = prepare(shards[: len(averages)], shards[len(averages)], name_of, *shards[len(averages) + 1 :])
         return [replace(group, wholes=[_take(olds, group.indices) for olds in averages]) for group in groups]
+    takers = averages if roundings is None else [*averages, roundings]
     if not transformed and _are_alike(lists):
-        indices = _split(lists, _placement)
-        _check_all(averages, news, [some[0] for some in indices], name_of)  # what else is checked is one in a group
+        indices = [range(len(news))] if all(map(_is_uniform, lists)) else _split(lists, _placement)
+        _check_all(takers, news, [some[0] for some in indices], name_of)  # what else is checked is one in a group
     else:
-        _check_all(averages, news, range(len(news)), name_of)
+        _check_all(takers, news, range(len(news)), name_of)
         indices = [[index] for index in range(len(news))] if transformed else _split(lists, _class_and_placement)
     return [_group(some, [_take(leaves, some) for leaves in lists], len(averages), transformed) for some in indices]
 
@@ -121,11 +126,15 @@ def _are_alike(lists: list[list[Any]]) -> bool:
     return True
 
 
+def _is_uniform(leaves: list[Any]) -> bool:
+    """Tell, faster than by ``_split``, whether all tensors have one dtype and one device."""
+    dtypes_, devices = list(map(_dtype, leaves)), list(map(_device, leaves))
+    return dtypes_.count(dtypes_[0]) == devices.count(devices[0]) == len(leaves)
+
+
 def _split(lists: list[list[Any]], facts_of: Callable[[Any], Hashable]) -> list[Sequence[int]]:
-    """Return the indices of the leaves that have these facts in common in all lists: one range if all have."""
+    """Return the indices of the leaves that have these facts in common in all lists."""
     columns = [list(map(facts_of, leaves)) for leaves in lists]
-    if all(column.count(column[0]) == len(column) for column in columns):
-        return [range(len(lists[0]))]
     indices: dict[Hashable, list[int]] = {}
     for index, facts in enumerate(zip(*columns, strict=True)):
         indices.setdefault(facts, []).append(index)
@@ -134,17 +143,16 @@ def _split(lists: list[list[Any]], facts_of: Callable[[Any], Hashable]) -> list[
 
 def _group(indices: Sequence[int], lists: list[list[Any]], averages: int, transformed: bool) -> Group:
     first, new = lists[0][0], lists[averages][0]
-    alike = all(
-        leaves[0].dtype == new.dtype and leaves[0].device == new.device for leaves in lists[:averages]
-    )
-    foreach = not transformed and all(type(leaves[0]) in PLAIN and _is_grouped(leaves) for leaves in lists)
+    alike = all(leaves[0].dtype == new.dtype and leaves[0].device == new.device for leaves in lists[:averages])
+    plain = all(type(leaves[0]) in PLAIN for leaves in lists)
+    foreach = plain and not transformed and not (new.is_complex() and any(map(_has_conjugates, lists)))
     roundings = lists[averages + 1] if len(lists) > averages + 1 and lists[averages + 1][0] is not first else None
-    return Group(indices, lists[:averages], lists[averages], roundings, alike, foreach)
+    return Group(indices, lists[:averages], lists[averages], roundings, alike, plain, foreach)
 
 
-def _is_grouped(leaves: list[Tensor]) -> bool:
-    """Tell whether the grouped kernels can write to tensors of one dtype: not to views of conjugates."""
-    return not (leaves[0].is_complex() and any(leaf.is_conj() for leaf in leaves))
+def _has_conjugates(leaves: list[Tensor]) -> bool:
+    """Tell whether there are views of conjugates, to which the grouped kernels cannot write."""
+    return any(leaf.is_conj() for leaf in leaves)
 
 
 def _check_all(

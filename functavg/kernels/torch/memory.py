@@ -6,13 +6,12 @@ import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from functavg.kernels import memory
-from functavg.kernels.torch.dtensor import get_shard, is_sharded
+from functavg.kernels.torch.dtensor import get_shard
 from functavg.kernels.torch.groups import PLAIN, is_transformed
 
 _nbytes = operator.attrgetter("nbytes")
@@ -26,7 +25,7 @@ def are_disjoint(averages: Sequence[Any], news: Sequence[Any] = ()) -> bool:
     if is_transformed():
         return len(set(identities(averages))) == len(averages)
     try:
-        if any(map(is_sharded, averages)):
+        if not set(map(type, averages)) <= PLAIN:
             averages, news = list(map(get_shard, averages)), list(map(get_shard, news))
         starts = list(map(Tensor.data_ptr, averages))
         if all(map(Tensor.is_contiguous, averages)):
@@ -95,6 +94,8 @@ def _has_address(leaf: Any) -> bool:
 
 
 def _is_expanded(leaf: Any) -> bool:
+    if leaf.is_nested or leaf.layout != torch.strided or leaf.numel() == 0:
+        return False
     return any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from functavg.kernels import dtypes
 from functavg.kernels.torch.dtensor import wrap_shard
-from functavg.kernels.torch.groups import PLAIN, Group, is_transformed, kind_of
+from functavg.kernels.torch.groups import Group, is_transformed, kind_of
 from functavg.kernels.torch.staging import write_, write_staged_
 from functavg.scalars import is_host
 from functavg.state import Weight
@@ -192,7 +192,6 @@ def copy_(old: Tensor, new: Tensor) -> Tensor:
 # ---- trials
 
 
-@outside_autograd
 def try_steps(groups: list[Group], weights: list[Weight], inplace: bool, name_of: Callable[[int], str]) -> None:
     """Check that tensors of other classes than torch's own can take their steps, by taking them into new memory.
 
@@ -200,16 +199,20 @@ def try_steps(groups: list[Group], weights: list[Weight], inplace: bool, name_of
         TypeError: one cannot; the message names it.
     """
     for group in groups:
-        if is_transformed() or all(type(leaves[0]) in PLAIN for leaves in (*group.averages, group.news)):
-            continue
-        for olds, weight in zip(group.averages, weights, strict=True):
-            for index, old, new in zip(group.indices, olds, group.news, strict=True):
-                try:
-                    moved = lerp_leaf(old, new, _weight_of(weight, old), inplace=False)
-                    if inplace and moved is not old:
-                        old.clone().copy_(moved)
-                except Exception as error:  # whatever a class raises
-                    raise TypeError(
-                        f"{name_of(index)}: cannot average {type(old).__name__} with {type(new).__name__}: {error}. "
-                        "Leave it as it is or copy it: Partition({..., 'fixed': Freeze(), 'newest': Latest()}, label)"
-                    ) from error
+        if not group.plain and not is_transformed():
+            for olds, weight in zip(group.averages, weights, strict=True):
+                for index, old, new in zip(group.indices, olds, group.news, strict=True):
+                    _try_step(old, new, _weight_of(weight, old), inplace, functools.partial(name_of, index))
+
+
+@outside_autograd
+def _try_step(old: Tensor, new: Tensor, weight: Weight, inplace: bool, name_of: Callable[[], str]) -> None:
+    try:
+        moved = lerp_leaf(old, new, weight, inplace=False)
+        if inplace and moved is not old:
+            old.clone().copy_(moved)
+    except Exception as error:  # whatever a class raises
+        raise TypeError(
+            f"{name_of()}: cannot average {type(old).__name__} with {type(new).__name__}: {error}. "
+            "Leave it as it is or copy it: Partition({..., 'fixed': Freeze(), 'newest': Latest()}, label)"
+        ) from error
