@@ -26,7 +26,10 @@ LAYERS = [
     ["functavg.rules"],
     ["functavg.plan"],
     ["functavg.kernels"],
-    ["functavg.state", "functavg.trees", "functavg.scalars", "functavg.units", "functavg.schedules"],
+    [
+        *("functavg.state", "functavg.trees", "functavg.scalars", "functavg.units", "functavg.schedules"),
+        "functavg.progress",
+    ],
 ]
 
 
