@@ -56,7 +56,7 @@ def test_what_was_taken_is_not_read_ahead() -> None:
     assert next(track(load(), lambda done, total: None)) == 1
 
 
-def test_a_bar_is_drawn_and_taken_away_on_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_is_drawn_and_left_when_its_items_are(monkeypatch: pytest.MonkeyPatch) -> None:
     rich = pytest.importorskip("rich")
     console = rich.console.Console(file=io.StringIO(), force_terminal=True, width=80)
     monkeypatch.setattr(rich, "_console", console)
@@ -66,7 +66,8 @@ def test_a_bar_is_drawn_and_taken_away_on_errors(monkeypatch: pytest.MonkeyPatch
     items = track("abc", True)
     next(items)
     items.close()
-    assert not console._live_stack if hasattr(console, "_live_stack") else console._live is None
+    shown, hidden = (console.file.getvalue().count(code) for code in ("\x1b[?25h", "\x1b[?25l"))
+    assert shown == hidden == 2  # the cursor comes back
 
 
 def test_without_rich_a_bar_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
