@@ -88,7 +88,7 @@ def _find_overlap(footprints: Sequence[NDArray[Any] | None], written: int) -> tu
 
 def _share_element(one: Any, other: Any) -> bool:
     try:
-        return np.shares_memory(one, other, max_work=EFFORT)
+        return np.shares_memory(one, other, max_work=EFFORT)  # type: ignore[arg-type]  # numpy takes any number
     except np.exceptions.TooHardError:
         return True
 

@@ -35,7 +35,7 @@ class Beside:
             self._keys = _first(state.average, trees.flatten(values)[1])
             self.keep(state)
 
-    def state(self, count: Count, values: Values) -> AverageState[Any]:
+    def state(self, count: Count, values: Values | trees.NamedList) -> AverageState[Any]:
         """Return the whole state, with the values of the first average."""
         if self.memory != () and isinstance(values, dict):  # else the rule remembers no tensors
             tied = are_shared(list(values.values()))

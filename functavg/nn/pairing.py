@@ -35,7 +35,8 @@ def unwrap(module: Module) -> Module:
         TypeError: it is a FullyShardedDataParallel, whose parameters are flat shards.
     """
     while True:
-        attribute = _wrapped_attribute(type(module))
+        kind: Any = type(module)
+        attribute = _wrapped_attribute(kind)
         if attribute is None:
             return module
         module = getattr(module, attribute)
@@ -75,7 +76,8 @@ def _open(module: Module) -> Module:
     while True:
         if _is_instance(module, _FSDP2):
             module.reshard()  # type: ignore[operator]
-        attribute = _wrapped_attribute(type(module))
+        kind: Any = type(module)
+        attribute = _wrapped_attribute(kind)
         if attribute is None:
             return module
         module = getattr(module, attribute)
@@ -130,7 +132,8 @@ class Pairs:
         """
         if type(None) not in {*map(type, self.averages), *map(type, self.news)} and not self._unpaired:
             return
-        missing, unexpected = [], []
+        missing: list[int] = []
+        unexpected: list[int] = []
         kept = []
         for index, (old, new) in enumerate(zip(self.averages, self.news, strict=True)):
             if old is not None and new is not None:
@@ -176,7 +179,8 @@ def pair(average: Module, model: Module) -> Pairs:
         node, module, other = waiting.pop()
         if type(module) not in ordinary or type(other) not in ordinary:
             module, other = _open(module), _open(other)
-            ordinary |= {kind for kind in (type(module), type(other)) if not _is_special(kind)}
+            kinds: set[Any] = {type(module), type(other)}
+            ordinary |= {kind for kind in kinds if not _is_special(kind)}
         pair = (id(module), id(other))
         if pair in seen:
             continue

@@ -35,6 +35,7 @@ LAYERS = [
         "functavg.checks",
         "functavg.units",
         "functavg.schedules",
+        "functavg.progress",
     ],
 ]
 
@@ -93,9 +94,7 @@ def test_optree_is_imported_by_trees_alone() -> None:
 def test_the_core_imports_torch_in_its_kernels_only_and_jax_nowhere() -> None:
     users = {name for name in SOURCES if any(used.split(".")[0] == "torch" for used in imports(name))}
     core = {name for name in users if layer(name) >= layer("functavg.functional")}
-    assert core == {
-        name for name in SOURCES if name.startswith(("functavg.kernels.torch", "functavg.kernels.dtensor"))
-    } - {"functavg.kernels.torch"}
+    assert core == {name for name in SOURCES if name.startswith("functavg.kernels.torch")} - {"functavg.kernels.torch"}
     assert not any(used.split(".")[0] in ("jax", "jaxlib") for name in SOURCES for used in imports(name))
 
 

@@ -55,10 +55,16 @@ class Half(functavg.WeightRule):
         return 0.5
 
 
-profile: functavg.Profile = functavg.profile(Half(), 10)
+profile = functavg.profile(Half(), 10, progress=lambda done, total: None)
+assert_type(profile, functavg.Profile)
+assert_type(functavg.profile(functavg.LAWA(3), [1, 2]), functavg.Profile)
+assert_type(functavg.profile(functavg.Several({"fast": functavg.EMA(0.9)}), 10), dict[str, Any])
+assert_type(functavg.profile(functavg.Partition({1: functavg.EMA(0.9)}, {"w": 1}), 10), dict[Any, Any])
+assert_type(functavg.profile(functavg.Every(functavg.SWA(), 2), 10), Any)
 assert_type(profile.mean_age, float)
 assert_type(profile.weights, NDArray[np.float64])
 assert_type(units.decay_from_half_life(10.0), float)
+assert_type(posthoc.combine([params, params], [-1, 2], progress=True), dict[str, Tensor])
 assert_type(posthoc.merge_coefficients("linear", 5), NDArray[np.float64])
 
 # ---- modules

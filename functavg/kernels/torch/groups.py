@@ -97,6 +97,7 @@ def prepare(
         groups = prepare(shards[: len(averages)], shards[len(averages)], name_of, *shards[len(averages) + 1 :])
         return [replace(group, wholes=[_take(olds, group.indices) for olds in averages]) for group in groups]
     takers = averages if roundings is None else [*averages, roundings]
+    indices: list[Sequence[int]]
     if not transformed and _are_alike(lists):
         indices = [range(len(news))] if all(map(_is_uniform, lists)) else _split(lists, _placement)
         _check_all(takers, news, [some[0] for some in indices], name_of)  # what else is checked is one in a group

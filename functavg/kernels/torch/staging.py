@@ -56,7 +56,7 @@ def _convert(leaves: list[Tensor], stage: Tensor) -> list[Tensor]:
     flat = torch._C._nn.flatten_dense_tensors(leaves)
     stage = stage[: flat.numel()]
     stage.copy_(flat)
-    parts = stage.split(list(map(Tensor.numel, leaves)))
+    parts = torch.split(stage, list(map(Tensor.numel, leaves)))
     return list(map(Tensor.view_as, parts, leaves)) if any(leaf.ndim != 1 for leaf in leaves) else list(parts)
 
 
