@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,12 +23,14 @@ from functavg.nn.derived import drop_derived_values
 from functavg.nn.master_copies import MasterCopies
 from functavg.nn.overwriting import overwrite_
 from functavg.nn.saving import SavedAverage
-from functavg.nn.writing import write
+from functavg.nn.writing import exchange, write
 from functavg.plan import Lerp, check_plan
 from functavg.rules.base import AveragingRule, WeightRule, plan_update
 from functavg.rules.functions import AvgFn
 from functavg.rules.swa import SWA
 from functavg.state import AverageState, Count
+
+M = TypeVar("M", bound=Module)
 
 
 class AveragedModel(SavedAverage):
@@ -201,6 +204,22 @@ class AveragedModel(SavedAverage):
         """
         if self._count.read(self.n_averaged) > 0:
             write(model, self._masters.get_named(dict(pairing.tensors(self.module))))
+
+    def swapped(self, model: M, *, backup_device: int | str | torch.device | None = None) -> AbstractContextManager[M]:
+        """Compute with the average inside a ``with`` block, as ``functavg.swapped(model, averaged)`` does.
+
+        Args:
+            model: the model, in any wrapper.
+            backup_device: where to keep the training weights meanwhile. Default: where they are.
+
+        Returns:
+            A context manager that yields the model.
+        """
+        return exchange(model, self._swap_values(), backup_device)
+
+    def _swap_values(self) -> dict[str, Tensor]:
+        """Return what a swap writes into a model: the averages by name, not copies; nothing at count 0."""
+        return self._values() if self._count.read(self.n_averaged) > 0 else {}
 
     def _values(self) -> dict[str, Tensor]:
         """Return the values of the average by name, of the first where there are several; they are not copies."""

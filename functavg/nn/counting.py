@@ -25,7 +25,7 @@ class HostCount:
 
     def read(self, buffer: Tensor) -> int:
         """Return the count."""
-        if buffer.is_cpu:
+        if buffer.device.type == "cpu":
             self._value = int(buffer)
         elif not buffer.is_meta and not self._is_known(buffer):
             self._value = int(buffer)
@@ -40,7 +40,7 @@ class HostCount:
         else:
             buffer.fill_(count)
         self._value = count
-        if not buffer.is_cpu:
+        if buffer.device.type != "cpu":
             self._remember(buffer)
         return buffer
 

@@ -55,7 +55,7 @@ class Copies(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._foreach_copy_.default
+        self.count += func in (torch.ops.aten._foreach_copy_.default, torch.ops.aten.copy_.default)
         return func(*args, **(kwargs or {}))
 
 

@@ -401,7 +401,7 @@ def test_weak_types_do_not_compile_anew() -> None:
 
 def test_several_averages_take_one_call() -> None:
     """With counts on the host and on the device, and an average that stays among them."""
-    rules = {"ema": functavg.EMA(0.5), "swa": functavg.SWA(), "frozen": functavg.Freeze(), "newest": functavg.Copy()}
+    rules = {"ema": functavg.EMA(0.5), "swa": functavg.SWA(), "frozen": functavg.Freeze(), "newest": functavg.Latest()}
     rule = functavg.Several(rules)
     host, device = rule.init(params(0.0)), jax.tree_util.tree_map(jnp.asarray, rule.init(params(0.0)))
     frozen = host.average["frozen"]

@@ -200,6 +200,8 @@ def by_names(model, averaged, weight):
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("rule", [EMA(0.5), functavg.SkipNonFinite(EMA(0.5))], ids=["EMA", "SkipNonFinite"])
 def test_an_update_after_a_change_is_the_step_by_names_or_changes_nothing(rule, change, dtype, changed):
+    if changed == "average" and change is buffer_that_sees_a_parameter:
+        pytest.skip("in one memory, what the buffer is given the parameter shows")
     model = Net().to(dtype)
     averaged = AveragedModel(model, rule=rule)
     averaged.update_parameters(model)

@@ -41,9 +41,20 @@ def check_shards(average: Any, new: Any, name_of: Callable[[], str]) -> None:
             f"{name_of()}: expected the placements {average.placements}, got {new.placements}; "
             "redistribute one of them first"
         )
+    check_shape(average, new, name_of)
+
+
+def check_shape(average: Any, new: Any, name_of: Callable[[], str]) -> None:
+    """Check that two tensors, sharded ones as a whole, have one shape.
+
+    Raises:
+        ValueError: they have not.
+    """
     if average.shape != new.shape:
+        hint = "a parameter of size 0 is one that an engine has partitioned away, gather it first"
         raise ValueError(
-            f"{name_of()}: expected shape {tuple(average.shape)}, got {tuple(new.shape)}; nothing is broadcast"
+            f"{name_of()}: expected shape {tuple(average.shape)}, got {tuple(new.shape)}; "
+            + (hint if 0 in (average.numel(), new.numel()) else "nothing is broadcast")
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 
 from functavg.kernels import dtypes
-from functavg.kernels.torch.dtensor import check_shards, get_shards
+from functavg.kernels.torch.dtensor import check_shape, check_shards, get_shards
 
 # Asked for each leaf at each update, which names are too slow for.
 _KINDS = {
@@ -173,11 +173,6 @@ def _check(average: Any, new: Any, name_of: Callable[[], str]) -> None:
     check_shards(average, new, name_of)
     if new.is_meta and not average.is_meta:
         raise TypeError(f"{name_of()}: expected a tensor with values, got one on the meta device")
-    if average.shape != new.shape:
-        hint = "a parameter of size 0 is one that an engine has partitioned away, gather it first"
-        raise ValueError(
-            f"{name_of()}: expected shape {tuple(average.shape)}, got {tuple(new.shape)}; "
-            + (hint if 0 in (average.numel(), new.numel()) else "nothing is broadcast")
-        )
+    check_shape(average, new, name_of)
     if (kind_of(new) or 0) > (kind_of(average) or 0):
         raise TypeError(f"{name_of()}: expected {average.dtype} or what it can hold, got {new.dtype}")
