@@ -82,24 +82,22 @@ class MasterCopies:
         self._marks = _mark(tensors)
         self._memories = [tensor.untyped_storage() for tensor in tensors]  # alive, so that no address is used again
 
-    def put(self, tensor: Tensor, copy: Tensor) -> None:
-        """Remember one more master copy."""
+    def load(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Remember copies of values for tensors that hold their rounding, beside what is known of other tensors."""
         known = self._trusted()
-        kept = [(it, known[id(it)]) for it in self._tensors if id(it) in known and it is not tensor]
-        self.keep([*(it for it, _ in kept), tensor], [*(other for _, other in kept), copy])
+        held = {id(tensor): (tensor, known[id(tensor)]) for tensor in self._tensors if id(tensor) in known}
+        for tensor, value in values:
+            if value.shape == tensor.shape:
+                with torch.inference_mode(False):
+                    copy = value.detach().to(device=tensor.device, dtype=self._held_dtype(tensor.dtype), copy=True)
+                held[id(tensor)] = tensor, copy
+        self.keep([tensor for tensor, _ in held.values()], [copy for _, copy in held.values()])
 
     def _trusted(self) -> dict[int, Tensor]:
         """Return the master copies that are still trusted, by the identity of their tensors."""
         then, now = zip(*self._marks, strict=True), zip(*_mark(self._tensors), strict=True)
         columns = zip(self._tensors, self._copies, then, now, strict=True)
         return {id(tensor): copy for tensor, copy, old, new in columns if old == new and copy is not tensor}
-
-    def load(self, tensor: Tensor, value: Tensor) -> None:
-        """Remember a copy of a value, in the form in which this tensor's average is held, if it is the tensor's."""
-        if value.shape == tensor.shape:
-            dtype = self._held_dtype(tensor.dtype)
-            with torch.inference_mode(False):
-                self.put(tensor, value.detach().to(device=tensor.device, dtype=dtype, copy=True))
 
     def move(
         self,
@@ -114,15 +112,18 @@ class MasterCopies:
             before: the dtypes and values that they had.
             fn: what was applied to each of them.
         """
-        self.clear()
+        low: list[Tensor] = []
+        copies: list[Tensor] = []
         for name in tensors.keys() & before.keys():  # a conversion may have made an integer buffer averageable
             tensor, (old_dtype, value) = tensors[name], before[name]
             dtype = self._held_dtype(tensor.dtype)
             if dtype != tensor.dtype:
                 moved = fn(value)  # what shares memory, or changes its format, goes on to
-                self.put(tensor, moved if moved.dtype == dtype else value.to(tensor.device, dtype))
+                low.append(tensor)
+                copies.append(moved if moved.dtype == dtype else value.to(tensor.device, dtype))
             elif value.dtype != old_dtype and not tensor.is_meta:
                 tensor.copy_(value)
+        self.keep(low, copies)
 
     def narrow(self, tensors: Iterable[Tensor]) -> None:
         """Convert tensors of more bits than the average is to be held in."""

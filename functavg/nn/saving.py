@@ -130,6 +130,5 @@ def _finish_loading(averaged: SavedAverage, incompatible_keys: Any) -> None:
     """Remember the wide values of the tensors that were loaded with their rounding."""
     del incompatible_keys
     tensors = averaged._saved_tensors()
-    for name, value in averaged._loaded.items():
-        averaged._masters.load(tensors[name], value)
+    averaged._masters.load((tensors[name], value) for name, value in averaged._loaded.items())
     averaged._loaded = {}
