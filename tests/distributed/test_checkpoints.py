@@ -153,7 +153,7 @@ def through_whole_tensors() -> None:
 # ---- tests
 
 
-def test_what_two_processes_saved_goes_on_in_one_and_in_four_to_the_same_bits(tmp_path: Path) -> None:  # T3
+def test_what_two_processes_saved_goes_on_in_one_and_in_four_to_the_same_bits(tmp_path: Path) -> None:
     spawn(save, 2, tmp_path, tmp_path)
     with alone():
         load(tmp_path)

@@ -150,7 +150,7 @@ def test_functional_rules_refuse_on_every_rank(tmp_path: Path) -> None:
     spawn(functional, 2, tmp_path)
 
 
-def test_modules_refuse_on_every_rank(tmp_path: Path) -> None:  # M5
+def test_modules_refuse_on_every_rank(tmp_path: Path) -> None:
     spawn(of_modules, 2, tmp_path)
 
 

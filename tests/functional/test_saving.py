@@ -171,7 +171,7 @@ def test_onto_the_meta_device_values_stay_where_they_are() -> None:
     assert (loaded.device.type, loaded.dtype, loaded.tolist()) == ("cpu", torch.float64, [1.0, 1.0])
 
 
-def test_leaves_that_are_shared_stay_shared() -> None:  # S2
+def test_leaves_that_are_shared_stay_shared() -> None:
     shared = torch.zeros(1)
     params = {"embedding": shared, "head": shared, "scale": torch.zeros(1)}
     rule = functavg.EMA(0.9)

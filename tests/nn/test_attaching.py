@@ -26,7 +26,7 @@ def moving_to(value):
     return model, optimizer, step
 
 
-def test_accumulated_micro_batches_are_no_steps():  # C3
+def test_accumulated_micro_batches_are_no_steps():
     model = scalar(0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     averaged = AveragedModel(model, rule=EMA(0.99))
@@ -49,7 +49,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_that_a_scaler_skips_are_no_steps(name, fused):  # C4
+def test_steps_that_a_scaler_skips_are_no_steps(name, fused):
     model = nn.Linear(2, 1)
     optimizer = OPTIMIZERS[name](model.parameters(), fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)

@@ -73,7 +73,7 @@ def used(*norms):
 # ---- what is estimated
 
 
-def test_each_sample_weighs_the_same_whatever_its_batch():  # B1
+def test_each_sample_weighs_the_same_whatever_its_batch():
     norm = nn.BatchNorm1d(1)
     update_bn([torch.zeros(99, 1), torch.full((2, 1), 101.0)], norm)
     assert norm.running_mean.item() == pytest.approx(2.0, rel=1e-6)
@@ -499,7 +499,7 @@ def test_casts_of_autocast_are_dropped_where_modes_write_to_weights():
 
 
 @pytest.mark.parametrize("wrapper", ["none", "functavg", "torch", "compile", "DataParallel", "nested"])
-def test_a_model_in_eval_is_estimated_in_any_wrapper_and_stays_in_eval(wrapper):  # B3
+def test_a_model_in_eval_is_estimated_in_any_wrapper_and_stays_in_eval(wrapper):
     wrap = {
         "none": lambda model: model,
         "functavg": AveragedModel,
@@ -673,7 +673,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("mode", ["train", "eval", "mixed"])
 @pytest.mark.parametrize("failure", FAILURES)
-def test_an_error_leaves_everything_as_it_was(failure, mode):  # B4
+def test_an_error_leaves_everything_as_it_was(failure, mode):
     loader, forward, error, message = FAILURES[failure]
     model = used().train(mode == "train")
     model[2].train(mode != "eval")
@@ -793,7 +793,7 @@ def sum_of_two():
 
 
 @pytest.mark.parametrize("container", [dict, OrderedDict, UserDict, MappingProxyType])
-def test_a_mapping_becomes_the_keyword_arguments(container):  # B2
+def test_a_mapping_becomes_the_keyword_arguments(container):
     pairs, mean = sum_of_two()
     model = TwoInputs()
     update_bn([container({"x": x, "y": y}) for x, y in pairs], model)
@@ -801,7 +801,7 @@ def test_a_mapping_becomes_the_keyword_arguments(container):  # B2
 
 
 @pytest.mark.parametrize("container", [dict, OrderedDict, UserDict, MappingProxyType])
-def test_device_moves_the_keyword_arguments(container):  # B2
+def test_device_moves_the_keyword_arguments(container):
     pairs, _ = sum_of_two()
     model, devices = TwoInputs().to("meta"), []
     model.norm.register_forward_pre_hook(lambda module, args: devices.append(args[0].device.type))
@@ -809,7 +809,7 @@ def test_device_moves_the_keyword_arguments(container):  # B2
     assert devices == ["meta"] * 3
 
 
-def test_forward_gets_the_model_and_the_whole_batch():  # B2
+def test_forward_gets_the_model_and_the_whole_batch():
     pairs, mean = sum_of_two()
     model = TwoInputs()
     update_bn(pairs, model, forward=lambda model, batch: model(*batch))

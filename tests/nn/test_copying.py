@@ -46,7 +46,7 @@ def quartered(model, **arguments):
 @pytest.mark.parametrize(
     "make", [nn.utils.weight_norm, parametrizations.weight_norm], ids=["legacy", "parametrization"]
 )
-def test_weight_norm_is_averaged(make, forward):  # M1
+def test_weight_norm_is_averaged(make, forward):
     model = nn.Sequential(make(nn.Linear(2, 2)))
     if forward:
         model(torch.ones(1, 2)).sum().backward()
@@ -102,7 +102,7 @@ class Caching(nn.Module):
         return self.last
 
 
-def test_cached_activations_are_copied_without_their_graph():  # M2
+def test_cached_activations_are_copied_without_their_graph():
     model = nn.Sequential(Caching())
     model(torch.ones(1, 2))
     averaged = AveragedModel(model, rule=EMA(0.75))
@@ -115,7 +115,7 @@ def test_cached_activations_are_copied_without_their_graph():  # M2
 
 
 @pytest.mark.parametrize("with_gradients", [True, False])
-def test_gradients_stay_behind(with_gradients):  # M3
+def test_gradients_stay_behind(with_gradients):
     model = Net()
     model.cache.requires_grad_()
     if with_gradients:

@@ -93,7 +93,7 @@ def test_a_float32_model_gets_the_average_and_not_its_rounding():
 
 
 @DTYPES
-def test_an_exception_brings_the_training_weights_back(dtype):  # U1
+def test_an_exception_brings_the_training_weights_back(dtype):
     model, averaged = trained(dtype)
     with unchanged(model, averaged), pytest.raises(KeyboardInterrupt), swapped(model, averaged):
         fill(model, 0.0)
@@ -105,7 +105,7 @@ def test_an_exception_brings_the_training_weights_back(dtype):  # U1
 
 
 @DTYPES
-def test_blocks_nest(dtype):  # U2
+def test_blocks_nest(dtype):
     model, averaged = trained(dtype)
     _, other = trained(dtype, rule=EMA(0.1))
     with unchanged(model, averaged, other), swapped(model, averaged):
@@ -116,7 +116,7 @@ def test_blocks_nest(dtype):  # U2
         fill(model, 0.0)
 
 
-def test_an_average_of_nothing_changes_nothing():  # U3
+def test_an_average_of_nothing_changes_nothing():
     model = Net()
     averaged = AveragedModel(model, rule=EMA(0.9))
     fill(model, 0.5)
@@ -131,7 +131,7 @@ def test_an_average_of_nothing_changes_nothing():  # U3
 
 
 @DTYPES
-def test_a_checkpoint_written_inside_holds_the_average(dtype):  # U4
+def test_a_checkpoint_written_inside_holds_the_average(dtype):
     model, averaged = trained(dtype)
     outside = contents(averaged)
     file = io.BytesIO()

@@ -185,7 +185,7 @@ def test_the_examples_on_torchs_page_run_as_printed(example):
         assert mine.shape == theirs.shape
 
 
-def test_a_multi_avg_fn_in_the_place_of_the_device_is_taken_for_one():  # U5
+def test_a_multi_avg_fn_in_the_place_of_the_device_is_taken_for_one():
     """The documented example is an EMA of decay 0.9, buffers included."""
     model = Net()
     averaged = swa_utils.AveragedModel(model, swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True)
