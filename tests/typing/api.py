@@ -75,7 +75,7 @@ averaged.update_parameters(model, steps=3)
 handle = averaged.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
 handle.remove()
 with functavg.swapped(model, averaged) as inside:
-    assert_type(inside, nn.Module)
+    assert_type(inside, nn.Linear)
 averaged.copy_to(model)
 assert_type(averaged.rule, functavg.AveragingRule)
 functavg.update_bn([torch.zeros(2, 2)], averaged, device="cpu")

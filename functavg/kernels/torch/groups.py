@@ -56,7 +56,8 @@ def kind_of(leaf: Tensor) -> int | None:
 
 def refusal(leaf: Any) -> str | None:
     """Return why a tensor cannot be averaged, or None."""
-    if isinstance(leaf, (UninitializedBuffer, UninitializedParameter)):  # is_lazy does not go through torch.compile
+    # is_lazy does not go through torch.compile; isinstance takes long, as the metaclass of Parameter has its own.
+    if type(leaf) not in PLAIN and isinstance(leaf, (UninitializedBuffer, UninitializedParameter)):
         return "an uninitialised (lazy) parameter; run one forward pass first"
     if is_partitioned(leaf):
         return "a placeholder of size 0, since an engine has partitioned it away; gather it first"
