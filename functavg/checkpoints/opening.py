@@ -37,23 +37,22 @@ def open_weights(path: str | os.PathLike[str], key: str | None = None) -> Reader
     """
     file = weights_file(Path(path))
     if file.name.endswith(INDEX):
-        sharded = ShardedReader(file, _open_file)
+        sharded = ShardedReader(file, open_file)
         return sharded if key is None else Selected(sharded, key)
-    if is_torch(file):
-        return TorchReader(file, key)
-    reader = SafetensorsReader(file)
-    prefix = [part for part in (state_prefix(reader), key) if part]
+    torch_file = is_torch(file)
+    reader = TorchReader(file, key) if torch_file else SafetensorsReader(file)
+    prefix = [part for part in (state_prefix(reader), None if torch_file else key) if part]
     return Selected(reader, ".".join(prefix)) if prefix else reader
 
 
-def _open_file(path: Path) -> Reader:
+def open_file(path: Path) -> Reader:
+    """Return a reader of all tensors in one file, by the names that they have there."""
     return TorchReader(path, None) if is_torch(path) else SafetensorsReader(path)
 
 
 def state_prefix(reader: Reader) -> str | None:
     """Return what the names of the average begin with in a file of ``save_state``, None elsewhere."""
-    is_state = record_of(reader).get("kind") == "state"
-    return "average" if is_state and any(name.startswith("average.") for name in reader.infos) else None
+    return "average" if record_of(reader).get("kind") == "state" else None
 
 
 def weights_file(path: Path) -> Path:

@@ -71,6 +71,8 @@ class Selected(Reader):
         start = f"{prefix}."
         self._reader = reader
         self._names = {name.removeprefix(start): name for name in reader.infos if name.startswith(start)}
+        if prefix in reader.infos:  # a tree that is one array has no other name
+            self._names[prefix] = prefix
         if not self._names:
             raise CheckpointError(f"{reader.path}: no tensor under {prefix!r}; there are {some(reader.infos)}")
         self.path, self.files, self.metadata = reader.path, reader.files, reader.metadata
