@@ -35,6 +35,7 @@ from functavg.saving import to_state_dict as to_state_dict
 from functavg.state import AverageState as AverageState
 
 if TYPE_CHECKING:
+    from functavg import checkpoints as checkpoints
     from functavg import swa_utils as swa_utils
     from functavg.nn.averaged_model import AveragedModel as AveragedModel
     from functavg.nn.batch_norm import update_bn as update_bn
@@ -75,6 +76,7 @@ __all__ = [
     "WeightFn",
     "WeightRule",
     "cast_like",
+    "checkpoints",
     "from_state_dict",
     "get_ema_avg_fn",
     "get_ema_multi_avg_fn",
@@ -95,8 +97,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _NEEDS_TORCH:
         return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
-    if name == "swa_utils":
-        return importlib.import_module("functavg.swa_utils")
+    if name in ("checkpoints", "swa_utils"):
+        return importlib.import_module(f"functavg.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

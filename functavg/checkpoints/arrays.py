@@ -1,0 +1,49 @@
+"""Arrays of any library as tensors, and back, without copying where they lie on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from functavg.kernels import dtypes
+
+
+def to_tensor(value: Any) -> Tensor:
+    """Return an array as a tensor on the host.
+
+    Raises:
+        TypeError: torch has no such dtype, or it is one shard of an array.
+    """
+    if isinstance(value, Tensor):
+        if hasattr(value, "to_local"):
+            raise TypeError("it is a DTensor: save it with torch.distributed.checkpoint, or save the full tensors")
+        return value.detach().cpu()
+    array = np.asarray(value)
+    dtype = getattr(torch, array.dtype.name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"its dtype {array.dtype.name} is none of torch's")
+    data = np.require(array, requirements=["C", "W"]).reshape(-1).view(np.uint8)
+    return torch.from_numpy(data).view(dtype).reshape(array.shape)
+
+
+def to_numpy(tensor: Tensor) -> Any:
+    """Return a tensor as an array of numpy; ml_dtypes has the dtypes that numpy has not.
+
+    Raises:
+        ValueError: there is no such dtype.
+    """
+    dtype = dtypes.named(np, dtypes.name_of(tensor.dtype))
+    return tensor.reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(tuple(tensor.shape))
+
+
+def memory_of(value: Any) -> Any:
+    """Return what is equal for arrays that are one, and None for those that cannot be written to."""
+    if isinstance(value, Tensor):
+        place = (value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+        return place if value.numel() else None
+    if isinstance(value, np.ndarray) and value.size:
+        return (value.ctypes.data, value.dtype, value.shape, value.strides)
+    return None

@@ -1,0 +1,7 @@
+"""What goes wrong with files of weights."""
+
+from __future__ import annotations
+
+
+class CheckpointError(ValueError):
+    """A file of weights cannot be read or written, or does not fit the others; the message names file and tensor."""

@@ -1,0 +1,102 @@
+"""What a source of named tensors is, whatever the format of its files."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from functavg.checkpoints.errors import CheckpointError
+from functavg.checkpoints.tensors import Piece, TensorInfo
+
+
+class Around:
+    """The dicts in which the tensors of a torch file stand, and what is kept of their other entries.
+
+    Attributes:
+        keys: the keys that lead to the tensors.
+        beside: for each of these keys, the other entries of the dict that it is looked up in.
+        among: the entries among the tensors that are none.
+        attributes: those of the dict of tensors, such as the versions that torch's modules look for.
+    """
+
+    def __init__(
+        self,
+        keys: tuple[str, ...] = (),
+        beside: tuple[dict[str, Any], ...] = (),
+        among: Mapping[str, Any] | None = None,
+        attributes: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.keys, self.beside = keys, beside
+        self.among, self.attributes = dict(among or {}), dict(attributes or {})
+
+
+class Reader(ABC):
+    """Named tensors in one file or several, of which a piece at a time is read.
+
+    Attributes:
+        path: what was opened, for messages.
+        files: all files that are read.
+        infos: dtype and shape of each tensor by name, in the order of the file.
+        ties: for each name of a tensor that has several, all but the first, that first name.
+        metadata: what a safetensors file says about itself.
+        around: what else a torch file holds, to write it again around other tensors.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    infos: Mapping[str, TensorInfo]
+    ties: Mapping[str, str]
+    metadata: Mapping[str, str]
+    around: Around
+
+    @abstractmethod
+    def read_piece(self, piece: Piece, /) -> Tensor:
+        """Return a piece of a tensor as a vector, which is the caller's."""
+
+    def read(self, name: str, /) -> Tensor:
+        """Return a whole tensor, which is the caller's."""
+        info = self.infos[name]
+        return self.read_piece(Piece(name, 0, info.numel)).reshape(info.shape)
+
+
+class Selected(Reader):
+    """The tensors of a reader whose names begin with a prefix, without it."""
+
+    def __init__(self, reader: Reader, prefix: str) -> None:
+        start = f"{prefix}."
+        self._reader = reader
+        self._names = {name.removeprefix(start): name for name in reader.infos if name.startswith(start)}
+        if prefix in reader.infos:  # a tree that is one array has no other name
+            self._names[prefix] = prefix
+        if not self._names:
+            raise CheckpointError(f"{reader.path}: no tensor under {prefix!r}; there are {some(reader.infos)}")
+        self.path, self.files, self.metadata = reader.path, reader.files, reader.metadata
+        self.infos = {short: reader.infos[name] for short, name in self._names.items()}
+        self.ties = ties_within(self._names, reader.ties)
+        self.around = Around()
+
+    def read_piece(self, piece: Piece, /) -> Tensor:
+        return self._reader.read_piece(replace(piece, name=self._names[piece.name]))
+
+
+def ties_within(names: Mapping[str, str], ties: Mapping[str, str]) -> dict[str, str]:
+    """Return the ties among some tensors of a source, by their new names."""
+    firsts: dict[str, str] = {}
+    found = {}
+    for short, name in names.items():
+        first = firsts.setdefault(ties.get(name, name), short)
+        if first != short:
+            found[short] = first
+    return found
+
+
+def some(names: Any, most: int = 5) -> str:
+    """Return names for a message, cut where there are many."""
+    listed = [repr(name) for name in names]
+    shown = ", ".join(listed[:most]) or "none"
+    return shown + (f" and {len(listed) - most} more" if len(listed) > most else "")

@@ -1,0 +1,37 @@
+"""What functavg writes into files about how they came about."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from functavg.checkpoints.readers import Reader
+
+NAME = "functavg"
+"""The entry in the metadata of safetensors files, and of dicts around tensors in torch files."""
+
+ATTRIBUTE = "_functavg"
+"""The attribute of a dict of tensors that stands in a torch file by itself: an entry would be loaded as a weight."""
+
+VERSION = 1
+
+
+def make_record(kind: str, **facts: Any) -> dict[str, Any]:
+    """Return a record of a file of some kind."""
+    return {"kind": kind, "version": VERSION, **facts}
+
+
+def record_of(reader: Reader) -> dict[str, Any]:
+    """Return the record in a file, empty where there is none."""
+    found = _of_torch(reader)
+    if found is None:
+        try:
+            found = json.loads(reader.metadata[NAME])
+        except (KeyError, ValueError):
+            found = None
+    return found if isinstance(found, dict) else {}
+
+
+def _of_torch(reader: Reader) -> Any:
+    around = reader.around
+    return around.beside[0].get(NAME) if around.beside else around.attributes.get(ATTRIBUTE)

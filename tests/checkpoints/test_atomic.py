@@ -1,0 +1,46 @@
+"""Whatever happens to the process, the output is the old file or the new one, whole."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import time
+
+import pytest
+import torch
+
+from tests.checkpoints.files import FORMATS, load, save
+from tests.checkpoints.killed import average_forever
+
+KILLS = 20
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kills as Unix does")
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_process_killed_at_random_moments_leaves_a_whole_output(tmp_path, suffix):
+    inputs = [
+        save(tmp_path / f"{value}{suffix}", {f"layer{index}": torch.full((50,), float(value)) for index in range(20)})
+        for value in (0, 7)
+    ]
+    output = tmp_path / f"out{suffix}"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.checkpoints.killed"])
+    halfway = 0
+    for _ in range(KILLS):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=average_forever, args=(inputs, output, theirs))
+        process.start()
+        ours.recv()
+        time.sleep(random.uniform(0, 0.05))
+        process.kill()
+        process.join()
+        tensors = load(output)
+        assert len(tensors) == 20
+        (value,) = {value for tensor in tensors.values() for value in tensor.tolist()}
+        assert value in range(8)
+        for path in tmp_path.glob(".*.tmp"):
+            halfway += 1
+            path.unlink()
+    assert halfway > KILLS // 4  # otherwise the kills came between averages
+    assert len(list(tmp_path.iterdir())) == 3
