@@ -89,7 +89,8 @@ def _flatten_plan(plan: PyTree) -> tuple[list[Any], Callable[[list[Any]], PyTree
     """Return the nodes of a plan, intentions among them, and the function that puts a plan of them together."""
     if type(plan) is Lerp:
         return [plan], operator.itemgetter(0)
-    if type(plan) is AverageState and plan.memory == () and type(plan.average) is Lerp:  # of most rules
+    is_plain = type(plan) is AverageState and type(plan.memory) is tuple and not plan.memory
+    if is_plain and type(plan.average) is Lerp:  # of most rules
         return [plan.average], lambda nodes: AverageState(plan.count, nodes[0], ())
     nodes, spec = trees.flatten(plan)
     return nodes, spec.unflatten

@@ -6,7 +6,7 @@ for errors.
 * ``refusal(leaf)``: why a leaf cannot be averaged, or None;
 * ``copy(leaf, dtype, device)``: a new array to start an average from;
 * ``cast(leaf, like)``: a leaf with the dtype and device of another;
-* ``are_disjoint(averages, news)``: whether no two averages overlap in memory, and no new value starts where one does;
+* ``are_disjoint(averages, news)``: whether all lie apart in memory; False also where it cannot be told at once;
 * ``identities(leaves)``: what is equal for leaves that are one array in memory;
 * ``check_writable(averages, news, name_of)``: checks that a step in place writes to nothing that it reads elsewhere;
 * ``prepare(averages, news, name_of, roundings=None)``: checks that each of the lists ``averages`` can take ``news``,

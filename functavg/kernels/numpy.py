@@ -43,13 +43,11 @@ def cast(leaf: Any, like: Any) -> Array:
 
 
 def are_disjoint(averages: Sequence[Any], news: Sequence[Any] = ()) -> bool:
-    """Tell whether no two averages overlap, and no new value starts where an average does."""
-    arrays = list(filter(_has_memory, averages))
-    starts = list(map(_address, arrays))
+    """Tell whether averages and new values all lie apart in memory; False also where it cannot be told at once."""
+    arrays = list(filter(_has_memory, [*averages, *news]))
     if not all(array.flags.c_contiguous for array in arrays):
         return False
-    disjoint = memory.are_disjoint(starts, [array.nbytes for array in arrays])
-    return disjoint and set(starts).isdisjoint(map(_address, filter(_has_memory, news)))
+    return memory.are_disjoint(list(map(_address, arrays)), [array.nbytes for array in arrays])
 
 
 def identities(leaves: Sequence[Any]) -> list[Hashable]:

@@ -37,7 +37,8 @@ class Beside:
 
     def state(self, count: Count, values: Values | trees.NamedList) -> AverageState[Any]:
         """Return the whole state, with the values of the first average."""
-        if self.memory != () and isinstance(values, dict):  # else the rule remembers no tensors
+        remembers = type(self.memory) is not tuple or len(self.memory) > 0
+        if remembers and isinstance(values, dict):  # a rule that gets no names remembers no tensors
             tied = are_shared(list(values.values()))
             if self._tied and not tied:
                 self._part()

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
-from functavg.kernels.torch.groups import PLAIN, refusal
+from functavg.kernels.torch.groups import PLAIN, kind_of, refusal
 from functavg.nn.pairing import ABSENT, Pairs, is_averageable
 from functavg.plan import Lerp, check_plan
+from functavg.trees import NamedList
 
 UseBuffers = bool | Callable[[str, Tensor], bool]
 
@@ -28,6 +29,8 @@ class Copies:
     averages: list[Tensor] = field(default_factory=list)
     news: list[Tensor] = field(default_factory=list)
     replaced: list[tuple[str, Module, Module]] = field(default_factory=list)
+    spell: Callable[[], list[str]] = list
+    """Returns the names of the averages."""
 
 
 def split_buffers(pairs: Pairs, use_buffers: UseBuffers) -> Copies:
@@ -35,9 +38,11 @@ def split_buffers(pairs: Pairs, use_buffers: UseBuffers) -> Copies:
     if not pairs.new_buffers:
         return Copies()
     if not use_buffers and _fit(pairs):
-        return Copies(pairs.buffers, pairs.new_buffers)
+        return Copies(pairs.buffers, pairs.new_buffers, spell=lambda: [name for name, _, _ in pairs.buffer_owners()])
     copies = Copies()
     averaged = []
+    names: list[str] = []
+    copies.spell = lambda: names
     takers: dict[int, Tensor] = {}
     parameters = dict(zip(map(id, pairs.averages), pairs.news, strict=True))
     columns = zip(pairs.buffer_owners(), pairs.buffers, pairs.new_buffers, strict=True)
@@ -56,6 +61,7 @@ def split_buffers(pairs: Pairs, use_buffers: UseBuffers) -> Copies:
         else:
             copies.averages.append(old)
             copies.news.append(new)
+            names.append(path)
     pairs.average_buffers(averaged)
     return copies
 
@@ -74,7 +80,8 @@ def check_copies(copies: Copies, find_device: Callable[[], torch.device | None])
     replacements = [_make_replacement(*replaced, find_device) for replaced in copies.replaced]
     steps = []
     if copies.averages:
-        steps.append(check_plan(Lerp(copies.averages, copies.news, 1.0), inplace=True))
+        averages, news = NamedList(copies.averages, copies.spell), NamedList(copies.news, copies.spell)
+        steps.append(check_plan(Lerp(averages, news, 1.0), inplace=True))
 
     def commit() -> None:
         for step in steps:
@@ -118,6 +125,7 @@ def _fit(pairs: Pairs) -> bool:
     return (
         facts == list(map(_facts, news))
         and all(layout == torch.strided for *_, layout in facts)
+        and None not in map(kind_of, olds)
         and len(keys) == len(olds)
         and keys.isdisjoint(map(id, pairs.averages))
     )

@@ -16,6 +16,7 @@ from functavg.plan import identities
 
 _dtype = operator.attrgetter("dtype")
 _version = operator.attrgetter("_version")
+_layout = operator.attrgetter("shape", "dtype", "device")
 
 
 class MasterCopies:
@@ -112,18 +113,18 @@ class MasterCopies:
             before: the dtypes and values that they had.
             fn: what was applied to each of them.
         """
-        low: list[Tensor] = []
-        copies: list[Tensor] = []
-        for name in tensors.keys() & before.keys():  # a conversion may have made an integer buffer averageable
-            tensor, (old_dtype, value) = tensors[name], before[name]
+        held: dict[int, tuple[Tensor, Tensor]] = {}  # what is tied has one master copy
+        for name, tensor in tensors.items():
+            if name not in before or id(tensor) in held:  # a conversion may have made an integer buffer averageable
+                continue
+            old_dtype, value = before[name]
             dtype = self._held_dtype(tensor.dtype)
             if dtype != tensor.dtype:
                 moved = fn(value)  # what shares memory, or changes its format, goes on to
-                low.append(tensor)
-                copies.append(moved if moved.dtype == dtype else value.to(tensor.device, dtype))
+                held[id(tensor)] = tensor, moved if moved.dtype == dtype else value.to(tensor.device, dtype)
             elif value.dtype != old_dtype and not tensor.is_meta:
                 tensor.copy_(value)
-        self.keep(low, copies)
+        self.keep([tensor for tensor, _ in held.values()], [copy for _, copy in held.values()])
 
     def narrow(self, tensors: Iterable[Tensor]) -> None:
         """Convert tensors of more bits than the average is to be held in."""
@@ -163,7 +164,7 @@ def _mark(tensors: list[Tensor]) -> tuple[list[Any], ...]:
         versions = list(map(_version, tensors))
     except RuntimeError:
         versions = [object() if tensor.is_inference() else tensor._version for tensor in tensors]
-    return versions, list(map(_get_address, tensors)), list(map(Tensor.stride, tensors))
+    return versions, list(map(_get_address, tensors)), list(map(Tensor.stride, tensors)), list(map(_layout, tensors))
 
 
 def _get_address(tensor: Tensor) -> int:

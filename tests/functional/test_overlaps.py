@@ -146,3 +146,43 @@ def test_an_adapter_names_the_parameter_and_changes_nothing() -> None:
         averaged.update_parameters(model)
     assert torch.equal(averaged.module["linear"].weight, before)
     assert averaged.n_averaged.item() == 1
+
+
+def test_a_new_value_that_overlaps_an_average_at_another_address_is_refused() -> None:
+    buffer = torch.arange(6.0)
+    before = buffer.clone()
+    with pytest.raises(ValueError, match=r"tree\['a'\] and tree\['b'\] of the params overlap"):
+        functavg.lerp(
+            {"a": buffer[:4], "b": torch.zeros(2)}, {"a": torch.zeros(4), "b": buffer[1:3]}, 1.0, inplace=True
+        )
+    with pytest.raises(ValueError, match=r"tree\['a'\] and tree\['a'\] of the params overlap"):
+        functavg.lerp({"a": buffer[1:5]}, {"a": buffer[:4]}, 0.5, inplace=True)
+    assert torch.equal(buffer, before)
+
+
+@pytest.mark.parametrize("weight", [0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_lazy_views_of_conjugates_and_negatives_are_written_to(dtype: torch.dtype, weight: float) -> None:
+    for old in (torch.ones(3, dtype=torch.complex64).conj(), (1j * torch.ones(3, dtype=torch.complex64)).conj().imag):
+        wanted = old.clone() + weight * (5 - old.clone())
+        result = functavg.lerp(
+            [torch.ones(2, dtype=dtype), old], [torch.ones(2), torch.full((3,), 5.0)], weight, inplace=True
+        )
+        assert torch.equal(result[1].resolve_neg().resolve_conj(), wanted)
+
+
+def test_a_memory_that_is_an_array_is_no_empty_one() -> None:
+    from dataclasses import dataclass
+
+    from functavg.plan import Lerp
+
+    @dataclass(frozen=True)
+    class Counting(functavg.AveragingRule):
+        def plan(self, params: Any, state: Any, steps: Any, /) -> Any:
+            return functavg.AverageState(state.count + steps, Lerp(state.average, params, 0.5), state.memory + 1)
+
+    rule = Counting()
+    state = rule.init({"a": np.ones(2)})._replace(memory=np.zeros(3))
+    state = rule.update({"a": np.zeros(2)}, state)
+    assert state.memory.tolist() == [1, 1, 1]
+    assert state.average["a"].tolist() == [0.5, 0.5]

@@ -147,14 +147,23 @@ def _group(indices: Sequence[int], lists: list[list[Any]], averages: int, transf
     first, new = lists[0][0], lists[averages][0]
     alike = all(leaves[0].dtype == new.dtype and leaves[0].device == new.device for leaves in lists[:averages])
     plain = all(type(leaves[0]) in PLAIN for leaves in lists)
-    foreach = plain and not transformed and not (new.is_complex() and any(map(_has_conjugates, lists)))
+    foreach = (
+        plain
+        and not transformed
+        and not (any(map(_has_conjugates, lists)) or any(map(_has_negatives, lists[:averages])))
+    )
     roundings = lists[averages + 1] if len(lists) > averages + 1 and lists[averages + 1][0] is not first else None
     return Group(indices, lists[:averages], lists[averages], roundings, alike, plain, foreach)
 
 
 def _has_conjugates(leaves: list[Tensor]) -> bool:
-    """Tell whether there are views of conjugates, to which the grouped kernels cannot write."""
-    return any(leaf.is_conj() for leaf in leaves)
+    """Tell whether there are lazy views of conjugates, which the grouped kernels do not take."""
+    return leaves[0].is_complex() and any(map(Tensor.is_conj, leaves))
+
+
+def _has_negatives(averages: list[Tensor]) -> bool:
+    """Tell whether there are lazy views of negatives, to which the grouped kernels cannot write."""
+    return any(map(Tensor.is_neg, averages))
 
 
 def _check_all(

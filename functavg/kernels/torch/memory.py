@@ -18,7 +18,7 @@ _nbytes = operator.attrgetter("nbytes")
 
 
 def are_disjoint(averages: Sequence[Any], news: Sequence[Any] = ()) -> bool:
-    """Tell, faster than leaf by leaf, whether no two averages overlap and no new value starts where an average does.
+    """Tell, faster than leaf by leaf, whether averages and new values all lie apart in memory.
 
     False also where it cannot be told.
     """
@@ -27,14 +27,10 @@ def are_disjoint(averages: Sequence[Any], news: Sequence[Any] = ()) -> bool:
     try:
         if not set(map(type, averages)) <= PLAIN:
             averages, news = list(map(get_shard, averages)), list(map(get_shard, news))
-        starts = list(map(Tensor.data_ptr, averages))
-        if all(map(Tensor.is_contiguous, averages)):
-            sizes = list(map(_nbytes, averages))
-        elif any(map(_is_expanded, averages)):
+        if not all(map(Tensor.is_contiguous, averages)) and any(map(_is_expanded, averages)):
             return False
-        else:
-            sizes = list(map(_reach, averages))
-        return memory.are_disjoint(starts, sizes) and set(starts).isdisjoint(map(Tensor.data_ptr, news))
+        leaves = [*averages, *news]
+        return memory.are_disjoint(list(map(Tensor.data_ptr, leaves)), _sizes(leaves))
     except (RuntimeError, TypeError):  # sparse and nested tensors have no address, and other arrays are no tensors
         return False
 
@@ -97,6 +93,11 @@ def _is_expanded(leaf: Any) -> bool:
     if leaf.is_nested or leaf.layout != torch.strided or leaf.numel() == 0:
         return False
     return any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
+
+
+def _sizes(leaves: list[Tensor]) -> list[int]:
+    """Return the bytes that each tensor spans."""
+    return list(map(_nbytes, leaves)) if all(map(Tensor.is_contiguous, leaves)) else list(map(_reach, leaves))
 
 
 def _reach(leaf: Tensor) -> int:
