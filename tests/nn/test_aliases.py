@@ -168,7 +168,7 @@ def test_a_master_copy_is_not_trusted_where_data_became_another_shape_or_dtype()
     assert torch.equal(averaged.state.average["bias"], averaged.module.bias.detach().float())
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_quantised_buffer_is_copied():
     model = scalar()
     model.register_buffer("codes", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8))
