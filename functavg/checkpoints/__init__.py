@@ -16,4 +16,5 @@ from functavg.checkpoints.steps import profile_weights as profile_weights
 from functavg.checkpoints.steps import sort_by_step as sort_by_step
 from functavg.checkpoints.steps import step_of as step_of
 from functavg.checkpoints.storing import save_weights as save_weights
+from functavg.checkpoints.synthesis import Snapshot as Snapshot
 from functavg.checkpoints.synthesis import posthoc as posthoc
