@@ -39,11 +39,7 @@ def to_numpy(tensor: Tensor) -> Any:
     return tensor.reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(tuple(tensor.shape))
 
 
-def memory_of(value: Any) -> Any:
-    """Return what is equal for arrays that are one, and None for those that cannot be written to."""
-    if isinstance(value, Tensor):
-        place = (value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-        return place if value.numel() else None
-    if isinstance(value, np.ndarray) and value.size:
-        return (value.ctypes.data, value.dtype, value.shape, value.strides)
-    return None
+def memory_of(tensor: Tensor) -> Any:
+    """Return what is equal for tensors that are one, None for those without elements."""
+    place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return place if tensor.numel() else None

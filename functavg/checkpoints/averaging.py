@@ -23,7 +23,7 @@ from functavg.checkpoints.tensors import Piece, TensorInfo
 from functavg.checkpoints.writers import Writer, check_suffix, make_writer
 from functavg.checks import check_number
 from functavg.kernels import dtypes
-from functavg.posthoc import combine
+from functavg.posthoc import Synthesis, combine
 
 PIECE = 2**22
 """So many bytes are averaged at a time: they stay in the cache, and a tensor of any size takes no more memory."""
@@ -33,7 +33,7 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Averaged:
-    """What :func:`average` did.
+    """What :func:`average`, :func:`posthoc` or :func:`greedy_soup` did.
 
     Attributes:
         output: the file that was written.
@@ -41,6 +41,7 @@ class Averaged:
         weights: the weight of each; they sum to 1 where they were normalised.
         tensors: how many tensors the output holds, of tied ones one.
         nbytes: how many bytes they have.
+        synthesis: the coefficients and how close they come, where :func:`posthoc` solved for the weights.
     """
 
     output: Path
@@ -48,6 +49,7 @@ class Averaged:
     weights: tuple[float, ...]
     tensors: int
     nbytes: int
+    synthesis: Synthesis | None = None
 
 
 def average(
@@ -107,33 +109,32 @@ def average(
     Model soups, 2022.
     """
     shares = check_weights(paths, weights, normalize)
-    return write_sum(paths, output, shares, normalize=normalize, dtype=dtype, key=key, progress=progress)
+    check_suffix(Path(output))
+    readers = [open_weights(path, key) for path in paths]
+    return write_sum(readers, output, shares, normalize=normalize, dtype=dtype, progress=progress)
 
 
 def write_sum(
-    paths: Sequence[PathLike],
+    readers: Sequence[Reader],
     output: PathLike,
     weights: Sequence[float],
     *,
     normalize: bool = True,
     dtype: Any = None,
-    key: str | None = None,
     progress: bool | Callable[[int, int], None] = False,
     **facts: Any,
 ) -> Averaged:
-    """Do what ``average`` does, and record some more facts."""
+    """Do what ``average`` does with opened files, and record some more facts."""
     target = Path(output)
     check_suffix(target)
     wanted = _check_dtype(dtype)
-    readers = [open_weights(path, key) for path in paths]
     check_match(readers, any_float=wanted is not None)
     _check_apart(readers, target)
     used = [(reader, weight) for reader, weight in zip(readers, weights, strict=True) if weight != 0]
     newest, ties = used[-1][0], common_ties(readers)
     infos = {name: _stored(info, wanted) for name, info in newest.infos.items()}
-    record = make_record(
-        "average", files=[str(path) for path in paths], weights=list(weights), normalize=normalize, **facts
-    )
+    files = [reader.path for reader in readers]
+    record = make_record("average", files=list(map(str, files)), weights=list(weights), normalize=normalize, **facts)
     writer = make_writer(target, infos, ties, newest.metadata, newest.around, record)
     total = writer.nbytes + sum(reader.infos[name].nbytes for reader, _ in used for name in writer.names)
     with bars.reporting(progress, total) as advance, replacing(target, writer.nbytes) as file:
@@ -143,7 +144,7 @@ def write_sum(
             for piece in pieces:
                 writer.write(file, piece, sums[piece.name])
                 advance(sums[piece.name].nbytes)
-    return Averaged(target, tuple(map(Path, paths)), tuple(weights), len(writer.names), writer.nbytes)
+    return Averaged(target, tuple(files), tuple(weights), len(writer.names), writer.nbytes)
 
 
 def check_weights(paths: Sequence[PathLike], weights: Sequence[float] | None, normalize: bool) -> list[float]:

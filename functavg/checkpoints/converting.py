@@ -16,7 +16,8 @@ from functavg.checkpoints.errors import CheckpointError
 from functavg.checkpoints.kinds import KINDS, Found, find
 from functavg.checkpoints.opening import is_torch, open_file, open_weights, weights_file
 from functavg.checkpoints.readers import some
-from functavg.checkpoints.records import ATTRIBUTE, record_of
+from functavg.checkpoints.records import record_in, record_of
+from functavg.checkpoints.tensors import reading
 from functavg.checkpoints.torch_reader import load
 from functavg.checkpoints.wrappers import strip_wrappers
 from functavg.checks import check_count
@@ -93,26 +94,15 @@ def convert(
     return {"n_averaged": torch.tensor(steps), **{f"module.{name}": tensor for name, tensor in average.items()}}
 
 
-def kind_of(source: str | os.PathLike[str]) -> tuple[str, Any] | None:
-    """Return the kind of average that a file holds and its count, None if it holds none that is known."""
-    try:
-        kind, found = _in_file(Path(source), None)
-    except CheckpointError:
-        return None
-    return kind, None if found.count is None else int(found.count)
-
-
 def _in_file(path: Path, kind: str | None) -> tuple[str, Found]:
-    config = path / "config.json"
     file = weights_file(path)
-    if path.is_dir() and config.is_file() and kind in (None, "diffusers"):
-        count = json.loads(config.read_text()).get("optimization_step")
-        if count is not None:
-            reader = open_weights(path)
-            return "diffusers", Found({name: reader.read(name) for name in reader.infos}, count)
+    saved = saved_count(path)
+    if saved is not None and kind in (None, "diffusers"):
+        reader = open_weights(path)
+        return "diffusers", Found({name: reader.read(name) for name in reader.infos}, saved)
     if is_torch(file):
         held = load(file)
-        record = getattr(held, ATTRIBUTE, {})
+        record = record_in(held)
     else:
         whole = open_file(file)
         held, record = {name: whole.read(name) for name in whole.infos}, record_of(whole)
@@ -120,6 +110,20 @@ def _in_file(path: Path, kind: str | None) -> tuple[str, Found]:
         reader = open_weights(file)
         return "functavg", Found({name: reader.read(name) for name in reader.infos}, record["numbers"].get("count"))
     return _in_dict(str(path), held, kind)
+
+
+def saved_count(folder: Path) -> int | None:
+    """Return the count that diffusers saves in the configuration of an averaged model, None where there is none."""
+    config = folder / "config.json"
+    if not config.is_file():
+        return None
+    with reading(config):
+        text = config.read_text()
+    try:
+        count = json.loads(text).get("optimization_step")
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{config}: corrupt: no configuration of a model ({error})") from error
+    return None if count is None else int(count)
 
 
 def _in_dict(where: str, held: Any, kind: str | None) -> tuple[str, Found]:

@@ -80,6 +80,17 @@ def tensor_dicts(nest: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, .
         yield from tensor_dicts(value, (*keys, name))
 
 
+def all_tensors(nest: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield the tensors with names in each of nested dicts, with the keys that lead to it joined by dots."""
+    if not isinstance(nest, Mapping):
+        return
+    named = {name: value for name, value in nest.items() if isinstance(name, str)}
+    if tensors := {name: value for name, value in named.items() if isinstance(value, Tensor)}:
+        yield ".".join(keys), tensors
+    for name, value in named.items():
+        yield from all_tensors(value, (*keys, name))
+
+
 def _described(checkpoint: Mapping[Any, Any]) -> str:
     found = [".".join(keys) for keys in tensor_dicts(checkpoint)]
     return f"dicts of tensors under {some(found)}" if any(found) else f"the keys {some(checkpoint)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from functavg.checkpoints.readers import Reader
@@ -29,6 +30,14 @@ def record_of(reader: Reader) -> dict[str, Any]:
             found = json.loads(reader.metadata[NAME])
         except (KeyError, ValueError):
             found = None
+    return found if isinstance(found, dict) else {}
+
+
+def record_in(checkpoint: Any) -> dict[str, Any]:
+    """Return the record in what a torch file holds, empty where there is none."""
+    found = getattr(checkpoint, ATTRIBUTE, None)
+    if found is None and isinstance(checkpoint, Mapping):
+        found = checkpoint.get(NAME)
     return found if isinstance(found, dict) else {}
 
 

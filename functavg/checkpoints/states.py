@@ -8,16 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from functavg.checkpoints.arrays import memory_of, to_numpy, to_tensor
-from functavg.checkpoints.atomic import replacing
+from functavg.checkpoints.arrays import to_numpy
 from functavg.checkpoints.errors import CheckpointError
 from functavg.checkpoints.expressions import parse_rule
 from functavg.checkpoints.library import from_state_dict, to_state_dict
 from functavg.checkpoints.opening import open_file
-from functavg.checkpoints.readers import Around
 from functavg.checkpoints.records import VERSION, make_record, record_of
-from functavg.checkpoints.tensors import Piece, info_of
-from functavg.checkpoints.writers import make_writer
+from functavg.checkpoints.storing import store
 from functavg.rules.base import AveragingRule
 from functavg.state import AverageState
 
@@ -50,27 +47,8 @@ def save_state(path: str | os.PathLike[str], state: AverageState[Any], rule: Ave
         raise TypeError(f"rule must be an averaging rule, got {rule!r} of {type(rule).__name__}")
     flat = to_state_dict(state)
     numbers = {name: value for name, value in flat.items() if type(value) in (bool, int, float)}
-    tensors: dict[str, Tensor] = {}
-    ties: dict[str, str] = {}
-    firsts: dict[Any, str] = {}
-    for name, value in flat.items():
-        if name in numbers:
-            continue
-        try:
-            tensors[name] = to_tensor(value)
-        except TypeError as error:
-            raise TypeError(f"state: {name!r} cannot be stored: {error}") from error
-        first = firsts.setdefault(memory_of(value) or name, name)
-        if first != name:
-            ties[name] = first
-    record = make_record("state", rule=repr(rule), numbers=numbers)
-    infos = {name: info_of(tensor) for name, tensor in tensors.items()}
-    target = Path(path)
-    writer = make_writer(target, infos, ties, {}, Around(), record)
-    with replacing(target, writer.nbytes) as file:
-        writer.begin(file)
-        for name in writer.names:
-            writer.write(file, Piece(name, 0, infos[name].numel), tensors[name].reshape(-1))
+    arrays = {name: value for name, value in flat.items() if name not in numbers}
+    store(Path(path), arrays, make_record("state", rule=repr(rule), numbers=numbers))
 
 
 def load_state(path: str | os.PathLike[str], like: Any) -> AverageState[Any]:

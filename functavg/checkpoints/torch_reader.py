@@ -6,12 +6,14 @@ import argparse
 import pickle
 import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from functavg.checkpoints.arrays import memory_of
 from functavg.checkpoints.errors import CheckpointError
 from functavg.checkpoints.mapped import Mappings
 from functavg.checkpoints.nests import select
@@ -76,16 +78,13 @@ class TorchReader(Reader):
         tensors, self.around = select(path, load(path), key)
         for name, tensor in tensors.items():
             _check(path, name, tensor)
-        places = {name: _place(name, tensor) for name, tensor in tensors.items()}
-        firsts: dict[Any, str] = {}
-        ties = {name: firsts.setdefault(place, name) for name, place in places.items()}
-        self.ties = {name: first for name, first in ties.items() if first != name}
+        self.ties = ties_of(tensors)
         self.infos = {name: info_of(tensor) for name, tensor in tensors.items()}
         with reading(path):
             mappings = Mappings(path)
         self._offsets: dict[str, int] = {}
         self._held: dict[str, Tensor] = {}
-        for name in firsts.values():
+        for name in tensors.keys() - self.ties.keys():
             offset = None
             tensor = tensors[name].detach()
             if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
@@ -110,8 +109,12 @@ def _check(path: Path, name: str, tensor: Tensor) -> None:
         raise CheckpointError(f"{path}: {name!r} is a DTensor; save the full tensors, or average while training")
 
 
-def _place(name: str, tensor: Tensor) -> Any:
-    """Return what is equal for tensors that are one."""
-    if not tensor.numel():
-        return name
-    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+def ties_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return for each name of a tensor that has several, all but the first, that first name."""
+    firsts: dict[Any, str] = {}
+    ties = {}
+    for name, tensor in tensors.items():
+        first = firsts.setdefault(memory_of(tensor) or name, name)
+        if first != name:
+            ties[name] = first
+    return ties

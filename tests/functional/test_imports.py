@@ -17,7 +17,9 @@ ROOT = Path(functavg.__file__).parent
 # From the top down; a module belongs to the longest name that begins its own. See the design, section 1.
 LAYERS = [
     ["functavg"],
-    ["functavg.checkpoints", "functavg.__main__"],
+    ["functavg.__main__"],
+    ["functavg.commands"],
+    ["functavg.checkpoints"],
     ["functavg.swa_utils"],
     ["functavg.nn"],
     ["functavg.profiles", "functavg.posthoc"],
