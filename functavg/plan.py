@@ -89,7 +89,7 @@ def _flatten_plan(plan: PyTree) -> tuple[list[Any], Callable[[list[Any]], PyTree
     """Return the nodes of a plan, intentions among them, and the function that puts a plan of them together."""
     if type(plan) is Lerp:
         return [plan], operator.itemgetter(0)
-    is_plain = type(plan) is AverageState and type(plan.memory) is tuple and not plan.memory
+    is_plain = type(plan) is AverageState and type(plan.memory) is tuple and len(plan.memory) == 0
     if is_plain and type(plan.average) is Lerp:  # of most rules
         return [plan.average], lambda nodes: AverageState(plan.count, nodes[0], ())
     nodes, spec = trees.flatten(plan)

@@ -31,7 +31,7 @@ def are_disjoint(averages: Sequence[Any], news: Sequence[Any] = ()) -> bool:
             return False
         leaves = [*averages, *news]
         return memory.are_disjoint(list(map(Tensor.data_ptr, leaves)), _sizes(leaves))
-    except (RuntimeError, TypeError):  # sparse and nested tensors have no address, and other arrays are no tensors
+    except (RuntimeError, TypeError, ValueError):  # sparse, nested and lazy tensors have no address, other arrays none
         return False
 
 
