@@ -81,7 +81,8 @@ def check_progress(progress: Any) -> None:
         )
     if progress is True:
         try:
-            import rich  # noqa: F401
+            import rich.console
+            import rich.progress  # noqa: F401
         except ImportError as error:
             raise ImportError(
                 "progress=True needs rich, which is not installed: pip install 'functavg[progress]'"

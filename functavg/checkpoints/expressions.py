@@ -10,10 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from functavg import schedules
-from functavg.checkpoints.library import Latest
 from functavg.combinators import Every, Partition, Several, SkipNonFinite
 from functavg.rules.base import AveragingRule
-from functavg.rules.constant import Freeze
+from functavg.rules.constant import Freeze, Latest
 from functavg.rules.ema import EMA
 from functavg.rules.lawa import LAWA
 from functavg.rules.power import PowerEMA

@@ -96,32 +96,23 @@ def exchange(model: M, values: Mapping[str, Any], backup_device: Any = None) -> 
 
 def _restore_(model: Module, before: Mapping[str, Tensor]) -> str | None:
     """Give tensors what they held before, each that can take it; return a message that names the others."""
-    problems: list[str] = []
-    for name, value in _without_misfits(model, before, problems).items():
-        try:
-            write(model, {name: value})
-        except (TypeError, ValueError) as error:
-            problems.append(f"{name} ({error})")
+    pairing.reshard(model)
+    there = _name_tensors(model, before)
+    values = {name: value for name, value in before.items() if name in there}
+    lost = [name for name, value in values.items() if there[name].is_meta and not value.is_meta]
+    problems = [f"{name} (it is on the meta device)" for name in lost]
+    values = {name: value for name, value in values.items() if name not in lost}
+    try:
+        write(model, values)
+    except (TypeError, ValueError):  # nothing was written, so those that fit are written one by one
+        for name, value in values.items():
+            try:
+                write(model, {name: value})
+            except (TypeError, ValueError) as error:
+                problems.append(f"{name} ({error})")
     if not problems:
         return None
     return (
         f"swapped could not give these tensors their training weights back: {some(problems)}. They were "
         "replaced or moved inside the block; all others are restored"
     )
-
-
-def _without_misfits(model: Module, before: Mapping[str, Tensor], problems: list[str]) -> dict[str, Tensor]:
-    """Write all values at once if they fit; return those that have to be written one by one because some do not."""
-    pairing.reshard(model)
-    there = _name_tensors(model, before)
-    left = {}
-    for name, value in before.items():
-        if name in there and there[name].is_meta and not value.is_meta:
-            problems.append(f"{name} (it is on the meta device)")
-        elif name in there:
-            left[name] = value
-    try:
-        write(model, left)
-    except (TypeError, ValueError):
-        return left
-    return {}

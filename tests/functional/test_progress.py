@@ -58,7 +58,7 @@ def test_what_was_taken_is_not_read_ahead() -> None:
 
 def test_a_bar_is_drawn_and_left_when_its_items_are(monkeypatch: pytest.MonkeyPatch) -> None:
     rich = pytest.importorskip("rich")
-    console = rich.console.Console(file=io.StringIO(), force_terminal=True, width=80)
+    console = pytest.importorskip("rich.console").Console(file=io.StringIO(), force_terminal=True, width=80)
     monkeypatch.setattr(rich, "_console", console)
     assert list(track(iter("abc"), True, total=3, description="letters")) == ["a", "b", "c"]
     assert "letters" in console.file.getvalue()

@@ -27,10 +27,12 @@ def are_disjoint(averages: Sequence[Any], news: Sequence[Any] = ()) -> bool:
     try:
         if not set(map(type, averages)) <= PLAIN:
             averages, news = list(map(get_shard, averages)), list(map(get_shard, news))
-        if not all(map(Tensor.is_contiguous, averages)) and any(map(_is_expanded, averages)):
-            return False
         leaves = [*averages, *news]
-        return memory.are_disjoint(list(map(Tensor.data_ptr, leaves)), _sizes(leaves))
+        is_contiguous = all(map(Tensor.is_contiguous, leaves))
+        if not is_contiguous and any(map(_is_expanded, averages)):
+            return False
+        sizes = list(map(_nbytes if is_contiguous else _reach, leaves))
+        return memory.are_disjoint(list(map(Tensor.data_ptr, leaves)), sizes)
     except (RuntimeError, TypeError, ValueError):  # sparse, nested and lazy tensors have no address, other arrays none
         return False
 
@@ -93,11 +95,6 @@ def _is_expanded(leaf: Any) -> bool:
     if leaf.is_nested or leaf.layout != torch.strided or leaf.numel() == 0:
         return False
     return any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
-
-
-def _sizes(leaves: list[Tensor]) -> list[int]:
-    """Return the bytes that each tensor spans."""
-    return list(map(_nbytes, leaves)) if all(map(Tensor.is_contiguous, leaves)) else list(map(_reach, leaves))
 
 
 def _reach(leaf: Tensor) -> int:
