@@ -1,12 +1,13 @@
 """Averages of the weights of a model while it trains.
 
 Pure rules over trees of arrays (``EMA(0.999).init``, ``.update``), and ``AveragedModel``, their adapter to torch
-modules. Importing this package loads no array library but numpy; names that need torch load it when they are used.
+modules. Importing this package loads no array library but numpy; names that need torch load it when they are used,
+and say what to install where it is missing.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from functavg import posthoc as posthoc
@@ -16,6 +17,7 @@ from functavg.combinators import Every as Every
 from functavg.combinators import Partition as Partition
 from functavg.combinators import Several as Several
 from functavg.combinators import SkipNonFinite as SkipNonFinite
+from functavg.extras import check_torch
 from functavg.functional import cast_like as cast_like
 from functavg.functional import lerp as lerp
 from functavg.profiles import Profile as Profile
@@ -49,10 +51,12 @@ __version__ = "0.1.0"
 
 _NEEDS_TORCH = {
     "AveragedModel": "functavg.nn.averaged_model",
+    "checkpoints": "functavg.checkpoints",
     "get_ema_avg_fn": "functavg.nn.functions",
     "get_ema_multi_avg_fn": "functavg.nn.functions",
     "get_swa_avg_fn": "functavg.nn.functions",
     "get_swa_multi_avg_fn": "functavg.nn.functions",
+    "swa_utils": "functavg.swa_utils",
     "swapped": "functavg.nn.swap",
     "update_bn": "functavg.nn.batch_norm",
 }
@@ -95,12 +99,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NEEDS_TORCH:
-        return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
-    if name in ("checkpoints", "swa_utils"):
-        return importlib.import_module(f"functavg.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_torch(f"functavg.{name}")
+    module = importlib.import_module(_NEEDS_TORCH[name])
+    return module if module.__name__ == f"functavg.{name}" else getattr(module, name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    # help() and inspect read all that is listed: without torch, what needs it is not.
+    return sorted(name for name in __all__ if name not in _NEEDS_TORCH or importlib.util.find_spec("torch"))

@@ -1,5 +1,9 @@
 """Every public name of torch.optim.swa_utils, to switch by the import line alone."""
 
+from functavg.extras import check_torch
+
+check_torch("functavg.swa_utils")
+
 from torch.optim.swa_utils import SWALR
 
 from functavg.nn.averaged_model import AveragedModel

@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import optree
-import torch
 
 import functavg
 from functavg import AveragingRule, WeightRule
 from tests import oracle
 
+try:
+    import torch
+except ImportError:
+    torch = None
 try:
     import jax.numpy as jnp
 except ImportError:
@@ -134,17 +137,6 @@ def _numpy(dtype: Any) -> Callable[[np.ndarray], np.ndarray]:
 
 
 KINDS = {
-    "torch-float32": Kind(_torch(torch.float32), "float32"),
-    "torch-float64": Kind(_torch(torch.float64), "float64"),
-    "torch-bfloat16": Kind(_torch(torch.bfloat16), "float32"),
-    "torch-float16": Kind(_torch(torch.float16), "float32"),
-    "torch-float8": Kind(_torch(torch.float8_e4m3fn), "float32"),
-    "torch-complex64": Kind(_torch(torch.complex64), "complex64", "c"),
-    "torch-complex128": Kind(_torch(torch.complex128), "complex128", "c"),
-    "torch-int64": Kind(_torch(torch.int64), "int64", "i"),
-    "torch-uint8": Kind(_torch(torch.uint8), "uint8", "u"),
-    "torch-bool": Kind(_torch(torch.bool), "bool", "b"),
-    "torch-parameter": Kind(lambda array: torch.nn.Parameter(_torch(torch.float32)(array)), "float32"),
     "numpy-float32": Kind(_numpy(np.float32), "float32"),
     "numpy-float64": Kind(_numpy(np.float64), "float64"),
     "numpy-float16": Kind(_numpy(np.float16), "float32"),
@@ -152,6 +144,20 @@ KINDS = {
     "numpy-int8": Kind(_numpy(np.int8), "int8", "i"),
     "numpy-bool": Kind(_numpy(np.bool_), "bool", "b"),
 }
+if torch is not None:
+    KINDS |= {
+        "torch-float32": Kind(_torch(torch.float32), "float32"),
+        "torch-float64": Kind(_torch(torch.float64), "float64"),
+        "torch-bfloat16": Kind(_torch(torch.bfloat16), "float32"),
+        "torch-float16": Kind(_torch(torch.float16), "float32"),
+        "torch-float8": Kind(_torch(torch.float8_e4m3fn), "float32"),
+        "torch-complex64": Kind(_torch(torch.complex64), "complex64", "c"),
+        "torch-complex128": Kind(_torch(torch.complex128), "complex128", "c"),
+        "torch-int64": Kind(_torch(torch.int64), "int64", "i"),
+        "torch-uint8": Kind(_torch(torch.uint8), "uint8", "u"),
+        "torch-bool": Kind(_torch(torch.bool), "bool", "b"),
+        "torch-parameter": Kind(lambda array: torch.nn.Parameter(_torch(torch.float32)(array)), "float32"),
+    }
 if ml_dtypes is not None:
     KINDS |= {
         "numpy-bfloat16": Kind(_numpy(ml_dtypes.bfloat16), "float32"),
@@ -221,7 +227,7 @@ def made(kind: Kind, tree: Any) -> Any:
 
 def read(leaf: Any) -> np.ndarray:
     """Return the values of a leaf, real ones in float64."""
-    if isinstance(leaf, torch.Tensor):
+    if torch is not None and isinstance(leaf, torch.Tensor):
         leaf = leaf.detach()
         if leaf.dtype.is_floating_point:
             leaf = leaf.double()

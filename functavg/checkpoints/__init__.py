@@ -1,5 +1,9 @@
 """Averages of checkpoints on disk, a few MiB at a time."""
 
+from functavg.extras import check_torch
+
+check_torch("functavg.checkpoints")
+
 from functavg.checkpoints.averaging import Averaged as Averaged
 from functavg.checkpoints.averaging import average as average
 from functavg.checkpoints.converting import convert as convert

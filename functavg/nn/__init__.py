@@ -1,5 +1,9 @@
 """Averages of torch modules."""
 
+from functavg.extras import check_torch
+
+check_torch("functavg.nn")
+
 from functavg.nn.averaged_model import AveragedModel as AveragedModel
 from functavg.nn.batch_norm import update_bn as update_bn
 from functavg.nn.functions import get_ema_avg_fn as get_ema_avg_fn

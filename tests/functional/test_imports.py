@@ -22,6 +22,7 @@ LAYERS = [
     ["functavg.checkpoints"],
     ["functavg.swa_utils"],
     ["functavg.nn"],
+    ["functavg.extras"],
     ["functavg.profiles", "functavg.posthoc"],
     ["functavg.functional", "functavg.saving"],
     ["functavg.combinators"],
@@ -165,6 +166,70 @@ sys.modules["jax"] = sys.modules["torch"] = None
 import functavg, numpy as np
 rule = functavg.SWA()
 assert rule.update(np.ones(2), rule.init(np.ones(2))).count == 1
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "functavg.AveragedModel",
+        "functavg.swapped",
+        "functavg.checkpoints",
+        "from functavg import update_bn",
+        "from functavg.swa_utils import AveragedModel",
+        "import functavg.nn",
+        "import functavg.checkpoints.errors",
+    ],
+)
+def test_what_needs_torch_says_what_to_install_where_it_is_missing(use: str) -> None:
+    loaded_by(
+        f"""
+import sys
+sys.modules["torch"] = None
+import functavg
+try:
+    {use}
+except ModuleNotFoundError as error:
+    assert error.name == "torch"
+    assert str(error).startswith("functavg.")
+    assert str(error).endswith(" needs torch, which is not installed: pip install 'functavg[torch]'")
+else:
+    raise AssertionError
+"""
+    )
+
+
+def test_a_torch_that_misses_something_of_its_own_says_so_itself(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import sympy_of_torch")
+    loaded_by(
+        f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import functavg
+try:
+    functavg.AveragedModel
+except ModuleNotFoundError as error:
+    assert error.name == "sympy_of_torch"
+    assert "functavg" not in str(error)
+else:
+    raise AssertionError
+"""
+    )
+
+
+def test_without_torch_only_what_works_is_listed() -> None:
+    """``help(functavg)`` and ``inspect`` read all that ``dir`` lists."""
+    loaded_by(
+        """
+import importlib.util, inspect
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name == "torch" else find_spec(name)
+import functavg
+names = [name for name, _ in inspect.getmembers(functavg)]
+assert "EMA" in names
+assert not {"AveragedModel", "checkpoints", "swa_utils"} & set(names)
+assert {"AveragedModel", "checkpoints", "swa_utils"} <= set(functavg.__all__)
 """
     )
 
