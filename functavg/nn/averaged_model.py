@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -30,10 +30,16 @@ from functavg.rules.functions import AvgFn
 from functavg.rules.swa import SWA
 from functavg.state import AverageState, Count
 
+if TYPE_CHECKING:  # so that AveragedModel, without brackets, is one of any module; before Python 3.13 for checkers only
+    import typing_extensions
+
+    M_co = typing_extensions.TypeVar("M_co", bound=Module, default=Module, covariant=True)
+else:
+    M_co = TypeVar("M_co", bound=Module, covariant=True)
 M = TypeVar("M", bound=Module)
 
 
-class AveragedModel(SavedAverage):
+class AveragedModel(SavedAverage, Generic[M_co]):
     """A copy of a model that holds a running average of its weights.
 
     With ``a`` the parameters of ``module``, ``x`` those of the model and ``n`` the count ``n_averaged``, each
@@ -69,16 +75,18 @@ class AveragedModel(SavedAverage):
     Source: torch.optim.swa_utils.AveragedModel.
     """
 
+    module: M_co
+
     def __init__(
         self,
-        model: Module,
+        model: M_co,
         device: int | str | torch.device | None = None,
         avg_fn: Callable[[Tensor, Tensor, Any], Tensor] | None = None,
         multi_avg_fn: Callable[[Any, Any, Any], None] | None = None,
         use_buffers: buffers.UseBuffers = False,
         *,
         rule: AveragingRule | None = None,
-        module: Module | None = None,
+        module: M_co | None = None,
         dtype: torch.dtype | str | None = None,
     ) -> None:
         Module.__init__(self)
@@ -97,7 +105,7 @@ class AveragedModel(SavedAverage):
         self._masters = MasterCopies(dtype)
         self._count = HostCount()
         with torch.inference_mode(False), torch.no_grad():
-            self.module = copy_model(model, device) if module is None else overwrite_(module, model)
+            self.module = cast("M_co", copy_model(model, device) if module is None else overwrite_(module, model))
             if module is not None and device is not None:
                 self.module = self.module.to(device)
             self._masters.narrow(self._averaged().values())
@@ -245,7 +253,7 @@ class AveragedModel(SavedAverage):
 
     # ---- moving, copying
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AveragedModel:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AveragedModel[M_co]:
         """Move or convert, as all of ``to``, ``half``, ``cuda`` and ``share_memory`` do.
 
         What becomes low precision keeps its value beside it, what becomes wide takes that value back.
@@ -263,7 +271,7 @@ class AveragedModel(SavedAverage):
         self.n_averaged = self._count.write(self.n_averaged.to(torch.int64), count)
         return self
 
-    def to_empty(self, *, device: Any, recurse: bool = True) -> AveragedModel:
+    def to_empty(self, *, device: Any, recurse: bool = True) -> AveragedModel[M_co]:
         """Move without copying values; nothing is averaged then, and the count is 0."""
         super().to_empty(device=device, recurse=recurse)
         self._masters.clear()

@@ -62,7 +62,7 @@ class AveragingRule(ABC):
         """
 
     def update(
-        self, params: T, state: AverageState[T], /, *, steps: Count = 1, inplace: bool = False
+        self, params: PyTree, state: AverageState[T], /, *, steps: Count = 1, inplace: bool = False
     ) -> AverageState[T]:
         """Return the state after averaging in one more iterate.
 
@@ -85,7 +85,7 @@ class AveragingRule(ABC):
         result: AverageState[T] = run(plan_update(self, params, state, steps), inplace=inplace)
         return result if not inplace or is_host(state.count) else write_counts_(state, result)
 
-    def extend(self, params: T, state: AverageState[Any], /) -> AverageState[T]:
+    def extend(self, params: PyTree, state: AverageState[T], /) -> AverageState[T]:
         """Return the state grown to params that have more leaves, such as those of a new block or an adapter.
 
         It is ``init(params)`` with every leaf that the old state has, by path. New leaves start from the params and

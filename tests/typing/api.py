@@ -1,10 +1,10 @@
-"""The public names as a user writes them; mypy checks this file, nothing runs it."""
+"""The public names as a user writes them; mypy and pyright check this file, nothing runs it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,24 @@ assert_type(functavg.SWA().init(arrays).average, list[NDArray[np.float32]])
 assert_type(functavg.lerp(params, params, 0.5), dict[str, Tensor])
 assert_type(functavg.cast_like(params, params), dict[str, Tensor])
 assert_type(rule.extend(params, state), functavg.AverageState[dict[str, Tensor]])
+named: dict[str, nn.Parameter] = dict(nn.Linear(2, 2).named_parameters())
+assert_type(rule.update(named, state).average, dict[str, Tensor])  # the average keeps the type that it has
+
+
+class Layer(NamedTuple):
+    """A tree of the user's."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+layer = Layer(torch.zeros(2, 2), torch.zeros(2))
+assert_type(functavg.PowerEMA(6.94).init(layer).average.weight, Tensor)
+assert_type(functavg.Every(functavg.EMA(0.9), 10).init(layer), functavg.AverageState[Layer])
+assert_type(functavg.Partition({"all": rule}, lambda name, leaf: "all").init(layer).average, Layer)
+several = functavg.Several({"fast": functavg.EMA(0.9), "slow": functavg.EMA(0.999)})
+averages = several.update(params, several.init(params), inplace=True)
+print(averages.average["fast"]["weight"], several.extend(params, averages).average["slow"]["weight"])
 saved: dict[str, Any] = functavg.to_state_dict(state)
 assert_type(functavg.from_state_dict(state, saved), functavg.AverageState[dict[str, Tensor]])
 
@@ -71,14 +89,20 @@ assert_type(posthoc.merge_coefficients("linear", 5), NDArray[np.float64])
 
 model = nn.Linear(2, 2)
 averaged = functavg.AveragedModel(model, rule=rule, dtype=torch.float32)
+assert_type(averaged, functavg.AveragedModel[nn.Linear])
+assert_type(averaged.module, nn.Linear)
+assert_type(averaged.to("cpu").module.in_features, int)
 averaged.update_parameters(model, steps=3)
 handle = averaged.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
 handle.remove()
 with functavg.swapped(model, averaged) as inside:
     assert_type(inside, nn.Linear)
+with averaged.swapped(model, backup_device="cpu") as inside:
+    assert_type(inside, nn.Linear)
 averaged.copy_to(model)
 assert_type(averaged.rule, functavg.AveragingRule)
 functavg.update_bn([torch.zeros(2, 2)], averaged, device="cpu")
+functavg.update_bn(({"x": torch.zeros(2, 2)} for _ in range(2)), averaged)
 swa_utils.AveragedModel(model, None, swa_utils.get_ema_avg_fn(0.9), use_buffers=lambda name, buffer: "mean" in name)
 
 
@@ -86,3 +110,17 @@ def evaluate(weights: Mapping[str, Tensor]) -> None:
     """Take an average where weights are wanted."""
     with functavg.swapped(model, weights):
         pass
+
+
+def holds(average: functavg.AveragedModel) -> nn.Module:
+    """Name the class without that of its module."""
+    return average.module
+
+
+def average_of(average: functavg.AveragedModel[nn.Linear]) -> Tensor:
+    """Name the class with that of its module."""
+    return average.module.weight
+
+
+assert_type(holds(averaged), nn.Module)
+assert_type(average_of(averaged), Tensor)
