@@ -82,7 +82,7 @@ class AvgFn(AveragingRule):
     Source: the ``avg_fn`` and ``multi_avg_fn`` of torch.optim.swa_utils.AveragedModel.
     """
 
-    fn: Callable[..., Any]
+    fn: Callable[[Any, Any, Any], Any]
     _: KW_ONLY
     grouped: bool = False
 

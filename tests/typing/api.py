@@ -1,5 +1,7 @@
 """The public names as a user writes them; mypy and pyright check this file, nothing runs it."""
 
+# pyright: strict, reportUnnecessaryTypeIgnoreComment=true
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -124,3 +126,15 @@ def average_of(average: functavg.AveragedModel[nn.Linear]) -> Tensor:
 
 assert_type(holds(averaged), nn.Module)
 assert_type(average_of(averaged), Tensor)
+
+
+# ---- what is wrong is found: an ignore without an error is an error
+
+functavg.EMA("0.9")  # type: ignore[arg-type]
+functavg.SWA().init([1.0]).average.keys()  # type: ignore[attr-defined]
+functavg.SWA().update([1.0], [1.0])  # type: ignore[arg-type]
+functavg.Several({"fast": functavg.EMA})  # type: ignore[dict-item]
+functavg.AveragedModel(1)  # type: ignore[type-var]
+functavg.AveragedModel(nn.Linear(1, 1)).module.nonsense()  # type: ignore[operator]
+with functavg.swapped(model, averaged) as inside:
+    inside.out_features.nonsense()  # type: ignore[attr-defined]
