@@ -9,6 +9,8 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from functavg.state import Count, Weight
 
@@ -116,6 +118,8 @@ def _library(*values: Any) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return torch
+    if isinstance(array, (np.ndarray, np.generic)):
+        return np
     return array.__array_namespace__()
 
 
@@ -137,6 +141,8 @@ def _pair(x: Any, y: Any) -> tuple[Any, Any]:
 def _float(array: Any) -> Any:
     if _is_torch(_library(array)):
         return array.to(_widest(array))
+    if _library(array) is np:  # before numpy 2.1 not all of the Array API
+        return array.astype(np.float64)
     return _library(array).astype(array, _widest(array))
 
 
@@ -144,6 +150,8 @@ def _widest(like: Any) -> Any:
     library = _library(like)
     if _is_torch(library):
         return library.float32 if like.device.type == "mps" else library.float64
+    if library is np:
+        return np.float64
     return library.__array_namespace_info__().default_dtypes()["real floating"]
 
 
@@ -151,4 +159,6 @@ def _integer(like: Any) -> Any:
     library = _library(like)
     if _is_torch(library):
         return library.int64
+    if library is np:
+        return np.int64
     return library.__array_namespace_info__().default_dtypes()["integral"]

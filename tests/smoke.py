@@ -10,6 +10,7 @@ import argparse
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,8 @@ def check_installation() -> None:
     metadata = importlib.metadata.metadata("functavg")
     assert metadata["Version"] == functavg.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
+    relative = re.findall(r"\]\((?!https?:|#)[^)]*\)", str(metadata.get_payload() or metadata["Description"]))
+    assert not relative, f"links that break outside the repository: {relative}"
     # Core and extras apart: "numpy>=1", but 'torch>=2; extra == "torch"'.
     needed = {line for line in importlib.metadata.requires("functavg") or () if "extra ==" not in line}
     assert {line.split(">")[0] for line in needed} == {"numpy", "optree"}, needed
