@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,29 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 collect_ignore = ["docs/conf.py"]
+
+# Where torch is not installed, these are collected, and nothing else.
+WITHOUT_TORCH = (
+    "functavg/combinators/",
+    "functavg/posthoc/",
+    "functavg/schedules/",
+    "functavg/units.py",
+    "tests/analysis/test_synthesis.py",
+    "tests/functional/test_formulas.py",
+    "tests/functional/test_imports.py",
+    "tests/functional/test_jax_transforms.py",
+    "tests/functional/test_numpy_kernel.py",
+    "tests/functional/test_progress.py",
+    "tests/schedules/",
+)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what imports torch, where there is none."""
+    if collection_path.is_dir() or importlib.util.find_spec("torch"):
+        return None
+    path = collection_path.relative_to(config.rootpath).as_posix()
+    return None if path.startswith(WITHOUT_TORCH) else True
 
 
 def _enter_empty_folder(namespace: dict[str, Any]) -> None:

@@ -146,6 +146,7 @@ for rule in (functavg.EMA(0.9), functavg.SWA(), functavg.PowerEMA(2), functavg.A
 
 
 def test_averaging_tensors_never_loads_jax_and_names_dtypes_without_ml_dtypes() -> None:
+    pytest.importorskip("torch")
     loaded = loaded_by(
         """
 import functavg, torch
