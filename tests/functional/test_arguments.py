@@ -81,7 +81,7 @@ def test_sigma_rel_is_the_relative_width_of_the_profile(sigma_rel: float) -> Non
         (1.5, TypeError, "steps must be an integer or a 0-d integer array, got 1.5 of float"),
         (1.0, TypeError, "steps must be an integer or a 0-d integer array, got 1.0 of float"),
         (True, TypeError, "steps must be an integer or a 0-d integer array, got True of bool"),
-        (np.True_, TypeError, "steps must be an integer or a 0-d integer array, got np.True_ of bool"),
+        (np.True_, TypeError, f"steps must be .* array, got {np.True_!r} of {type(np.True_).__name__}"),
         (None, TypeError, "steps must be an integer or a 0-d integer array, got None of NoneType"),
         ("1", TypeError, "steps must be an integer or a 0-d integer array, got '1' of str"),
         (np.array([1]), TypeError, r"steps must be an integer or a 0-d integer array, got array\(\[1\]\) of ndarray"),

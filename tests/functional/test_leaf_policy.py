@@ -72,6 +72,12 @@ def quantised() -> torch.Tensor:
         return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
 
 
+def packed() -> torch.Tensor:
+    if not hasattr(torch, "float4_e2m1fn_x2"):
+        pytest.skip("older torch has no such dtype")
+    return torch.zeros(2, dtype=torch.float4_e2m1fn_x2)
+
+
 def nested() -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a prototype
@@ -86,7 +92,7 @@ REFUSED = {
     "sparse": (lambda: torch.eye(2).to_sparse(), r"tensor of layout torch\.sparse_coo; only dense tensors"),
     "sparse csr": (compressed, r"layout torch\.sparse_csr"),
     "quantised": (quantised, r"tensor of dtype torch\.qint8; dequantise or unpack it first"),
-    "packed": (lambda: torch.zeros(2, dtype=torch.float4_e2m1fn_x2), "dtype torch.float4_e2m1fn_x2; dequantise"),
+    "packed": (packed, "dtype torch.float4_e2m1fn_x2; dequantise"),
     "nested": (nested, "a nested tensor; average its components"),
     "lazy": (lambda: torch.nn.LazyLinear(1).weight, r"uninitialised \(lazy\) parameter; run one forward"),
     "object array": (lambda: np.array([None]), "numpy array of dtype object; only numbers can be averaged"),
