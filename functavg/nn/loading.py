@@ -9,98 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
-from functavg import trees
-from functavg.kernels.torch.dtensor import distribute, get_shard, is_sharded
-from functavg.nn.held_state import HeldState
-from functavg.rules.base import AveragingRule
-from functavg.rules.saved import Saved, load_leaves
-from functavg.saving import to_state_dict
-from functavg.state import AverageState
+from functavg.kernels.torch.dtensor import get_shard, is_sharded
+from functavg.nn.extra_state import find_problem, get_shape, load_extra_state, make_extra_state, resume_from
 
 Slot = tuple[dict[str, Any], str]
 """The store of a module and the name of a tensor in it."""
-
-
-# ---- the extra state: what neither the count nor the module holds
-
-
-def make_extra_state(held: HeldState, rule: AveragingRule) -> dict[str, Any] | None:
-    """Return the memory of a rule and averages beside the first, None where there are none.
-
-    Numbers and tensors have the names of ``functavg.to_state_dict``. ``rules`` tells which rule wrote each memory,
-    ``module`` which average the module holds.
-    """
-    values = to_state_dict(AverageState(0, held.averages, held.memory))
-    del values["count"]
-    if not values:
-        return None
-    memories = {
-        place: repr(inner)
-        for place, inner in rule._name_memories().items()
-        if any(name == place or name.startswith(f"{place}.") for name in values)
-    }
-    return {"rules": memories, "module": ".".join(("average", *held.keys)), **values}
-
-
-def find_problem(held: HeldState, rule: AveragingRule, extra: dict[str, Any]) -> str | None:
-    """Return why an extra state is not that of this rule and this model, None where it is."""
-    own = make_extra_state(held, rule) or {}
-    mine, theirs = _get_values(own), _get_values(extra)
-    missing = [name for name in mine if name not in theirs]
-    unexpected = [name for name in theirs if name not in mine]
-    reshaped = [
-        f"{name} of shape {_shape(theirs[name])} for {_shape(mine[name])}"
-        for name in mine
-        if name in theirs and _shape(theirs[name]) != _shape(mine[name])
-    ]
-    if not (missing or unexpected or reshaped) and _get_kinds(own) == _get_kinds(extra):
-        return None
-    writer = extra.get("rules", {}).get("memory", "a rule without memory, such as EMA, or another library")
-    return (
-        f"the memory of the average was written by {writer} and is read by {rule!r}: missing {trees.some(missing)}; "
-        f"unexpected {trees.some(unexpected)}; reshaped {trees.some(reshaped)}"
-    )
-
-
-def load_extra_state(held: HeldState, rule: AveragingRule, extra: dict[str, Any]) -> None:
-    """Take over an extra state that fits.
-
-    Raises:
-        TypeError, ValueError: it is that of other shards; nothing was changed.
-    """
-    own = _get_values(make_extra_state(held, rule) or {})
-    with torch.inference_mode(False):
-        loaded = load_leaves(list(own), list(own.values()), _shard_alike(_get_values(extra), own))
-    _, spec = trees.flatten((held.averages, held.memory))
-    held.averages, held.memory = trees.unflatten(spec, loaded)
-
-
-def _get_values(extra: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in extra.items() if name not in ("rules", "module")}
-
-
-def _get_kinds(extra: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
-    """Return the classes of the rules that wrote an extra state; with other numbers they read the same memory."""
-    return extra.get("module"), {place: rule.partition("(")[0] for place, rule in extra.get("rules", {}).items()}
-
-
-def _shard_alike(values: dict[str, Any], likes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with whole tensors, as of a full state_dict, sharded where their likes are."""
-    return {
-        name: distribute(value, likes[name])
-        if isinstance(value, Tensor) and not is_sharded(value) and is_sharded(likes.get(name))
-        else value
-        for name, value in values.items()
-    }
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(getattr(value, "shape", ()))
-
-
-# ---- one load
 
 
 @dataclass
@@ -117,7 +32,7 @@ class Loading:
     strict: bool | None
     extra: dict[str, Any] = field(default_factory=dict)
     _backup: Any = None
-    _places: dict[int, tuple[Any, Tensor, list[Slot]]] = field(default_factory=dict)
+    _places: dict[int, tuple[Tensor, Tensor, list[Slot]]] = field(default_factory=dict)
 
     def begin(self, averaged: Any, keys: Mapping[str, Any], prefix: str, errors: list[str]) -> None:
         """Put the master copies into the places of their tensors, and keep what the load may overwrite."""
@@ -188,16 +103,15 @@ class Loading:
         masters = averaged._held.masters
         pairs = []
         for tensor, master, slots in self._places.values():
-            given = slots[0][0][slots[0][1]]
+            store, name = slots[0]
+            given: Tensor = store[name]
             if given is not master:  # assigned
-                low = given.detach().to(tensor.dtype)
-                is_parameter = isinstance(tensor, Parameter)
+                low, is_parameter = given.detach().to(tensor.dtype), isinstance(tensor, Parameter)
                 tensor = Parameter(low, requires_grad=tensor.requires_grad) if is_parameter else low
-                master = given.to(master.dtype) if given.dtype != tensor.dtype else None
+                master = given.to(master.dtype)
             for store, name in slots:
                 store[name] = tensor
-            if master is not None:
-                pairs.append((tensor, master.detach()))
+            pairs.append((tensor, master.detach()))
         self._places = {}
         masters.write_([tensor for tensor, _ in pairs], [master for _, master in pairs])
 
@@ -205,14 +119,9 @@ class Loading:
         """Take over what fits of the state of another rule, or of a smaller model."""
         held, rule, tensors = averaged._held, averaged.rule, averaged._averaged()
         values = {name: value.detach() for name, value in held.masters.get_named(tensors).items()}
-        own = _get_values(make_extra_state(held, rule) or {})
-        place = self.extra.get("module", "average")
-        saved = _shard_alike(_get_values(self.extra), own) | {
-            f"{place}.{name}": value for name, value in values.items()
-        }
         count = held.read_count(averaged.n_averaged)
+        state = resume_from(held, rule, self.extra, count, values)
         with torch.inference_mode(False), torch.no_grad():
-            state = rule.resume(values, count, Saved(saved, self.extra.get("rules", {})))
             held.take_over_(state, tensors)
         averaged.n_averaged = held.write_count(averaged.n_averaged, int(state.count))
         warnings.warn(
@@ -222,7 +131,7 @@ class Loading:
 
 
 def _is_sure(averaged: Any, given: Mapping[str, Any], prefix: str) -> bool:
-    """Tell whether a state_dict has all that the average has, in the same shapes, and nothing else, and no hook reads it.
+    """Tell whether a state_dict has just what the average has, in the same shapes, and no hook reads it.
 
     A load of it does not fail, so that nothing has to be kept.
     """
@@ -234,7 +143,7 @@ def _is_sure(averaged: Any, given: Mapping[str, Any], prefix: str) -> bool:
         return False
     extra = given.get(f"{prefix}_extra_state", {})
     return find_problem(averaged._held, averaged.rule, extra if isinstance(extra, dict) else {}) is None and all(
-        _shape(value) == _shape(given[name]) and is_sharded(value) == is_sharded(given[name])
+        get_shape(value) == get_shape(given[name]) and is_sharded(value) == is_sharded(given[name])
         for name, value in own.items()
     )
 
@@ -247,7 +156,8 @@ class Backup:
             (store, dict(store)) for part in averaged.modules() for store in (part._parameters, part._buffers)
         ]
         everything = [tensor for _, content in self._stores for tensor in content.values()] + list(masters.values())
-        self._tensors = list({id(tensor): tensor for tensor in everything if tensor is not None}.values())
+        distinct = {id(tensor): tensor for tensor in everything if tensor is not None and not tensor.is_meta}
+        self._tensors = list(distinct.values())
         self._values = [
             get_shard(tensor).detach().to("cpu", copy=True) for tensor in self._tensors if not tensor.is_meta
         ]

@@ -14,8 +14,9 @@ from torch.optim.swa_utils import AveragedModel as TorchAveragedModel
 from functavg.kernels.torch.dtensor import get_shard
 from functavg.kernels.torch.memory import identities
 from functavg.nn import pairing
+from functavg.nn.extra_state import find_problem, load_extra_state, make_extra_state
 from functavg.nn.held_state import HeldState
-from functavg.nn.loading import Loading, find_problem, load_extra_state, make_extra_state
+from functavg.nn.loading import Loading
 from functavg.rules.base import AveragingRule
 from functavg.trees import some
 

@@ -6,7 +6,6 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from functavg.kernels.torch.dtensor import get_shard

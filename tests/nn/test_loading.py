@@ -116,7 +116,7 @@ def test_no_average_is_lost_between_any_two_rules(source, target, dtype):
         for average in other.state.average.values():
             average = average["weight"] if isinstance(average, dict) else average
             assert value == 5.0 or average.item() == pytest.approx(3.0)
-            assert 3.0 <= average.item() + 1e-6
+            assert average.item() > 3.0 - 1e-6
             assert average.item() < 5.0 or "Several" in target or "Every" in target or "LAWA" in target
     assert other.n_averaged.item() > averaged.n_averaged.item()
 
@@ -175,7 +175,7 @@ def test_memories_that_look_alike_are_told_apart_by_the_rule_that_wrote_them():
     every, _ = averaged_scalar(1.0, 1.0, 1.0, rule=Every(EMA(0.9), 2))
     assert every.state.memory == (1, ())
     averaged, _ = averaged_scalar(rule=SkipNonFinite(EMA(0.9)))
-    with unchanged(averaged), pytest.raises(RuntimeError, match="written by Every.* read by SkipNonFinite"):
+    with unchanged(averaged), pytest.raises(RuntimeError, match=r"written by Every.* read by SkipNonFinite"):
         averaged.load_state_dict(every.state_dict())
     with pytest.warns(UserWarning, match="written by Every"):
         averaged.load_state_dict(every.state_dict(), strict=False)
@@ -345,7 +345,7 @@ def test_the_error_tells_who_wrote_and_who_reads_and_what_to_do():
         pytest.raises(ValueError, match=r"reshaped memory\.1\.0\.inputs\.bias of shape \(5,\) for"),
     ):
         averaged.set_extra_state(extra | {"memory.1.0.inputs.bias": torch.zeros(5)})
-    with unchanged(averaged), pytest.raises(ValueError, match=r"reshaped memory\.1\.0\.inputs\.bias of shape \(\) for"):
+    with unchanged(averaged), pytest.raises(ValueError, match=r"reshaped memory\.1\.0\.inputs\.bias of shape \(\)"):
         averaged.set_extra_state(extra | {"memory.1.0.inputs.bias": 3})
 
 
@@ -448,9 +448,9 @@ def test_weights_put_into_an_average_of_nothing_are_not_lost_in_silence(rule, wa
     model = scalar(0.0, dtype)
     averaged = AveragedModel(model, rule=rule)
     BY_HAND[way](averaged.module, scalar(7.0, dtype).state_dict())
-    with pytest.warns(UserWarning, match=r"swapped leaves the model.*n_averaged is 0.*load_state_dict\(\{'module"):
-        with swapped(model, averaged):
-            assert model.weight.item() == 0.0
+    expected = r"swapped leaves the model.*n_averaged is 0.*load_state_dict\(\{'module"
+    with pytest.warns(UserWarning, match=expected), swapped(model, averaged):
+        assert model.weight.item() == 0.0
     with pytest.warns(UserWarning, match="swapped leaves"), averaged.swapped(model):
         pass
     with pytest.warns(UserWarning, match="copy_to leaves"):
