@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 
 def check_torch(user: str) -> None:
     """Raise a ModuleNotFoundError that says what to install, unless torch is installed.

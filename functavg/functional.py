@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["cast_like", "lerp"]
+
 from typing import Any
 
 from functavg import kernels, trees

@@ -6,6 +6,8 @@ A rule touches no array. It returns the next state, in which what changes is an 
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field

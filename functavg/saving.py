@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["from_state_dict", "to_state_dict"]
+
 from collections.abc import Mapping
 from typing import Any
 

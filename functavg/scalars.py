@@ -5,6 +5,8 @@ Host numbers are float64; a 0-d array is computed with on its device, in the wid
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 import math
 import sys
 from typing import TYPE_CHECKING, Any

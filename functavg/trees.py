@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["Averaged", "average"]
+
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence

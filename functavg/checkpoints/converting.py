@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["convert"]
+
 import json
 import os
 from collections.abc import Iterable, Mapping

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["CheckpointError"]
+
 
 class CheckpointError(ValueError):
     """A file of weights cannot be read or written, or does not fit the others; the message names file and tensor."""

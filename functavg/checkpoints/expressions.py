@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["parse_rule"]
+
 import ast
 import inspect
 import math

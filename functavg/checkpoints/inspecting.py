@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["Holding", "Inspection", "inspect"]
+
 import os
 from collections import Counter
 from collections.abc import Mapping

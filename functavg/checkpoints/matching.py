@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 from collections.abc import Sequence
 
 from functavg.checkpoints.errors import CheckpointError

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace

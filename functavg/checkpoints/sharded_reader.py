@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 import json
 from collections.abc import Callable
 from pathlib import Path

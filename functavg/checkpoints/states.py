@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["load_rule", "load_state", "save_state"]
+
 import os
 from pathlib import Path
 from typing import Any

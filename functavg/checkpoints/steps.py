@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["profile_weights", "sort_by_step", "step_of"]
+
 import os
 import re
 from collections.abc import Iterable, Sequence

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["save_weights"]
+
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["Snapshot", "posthoc"]
+
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path

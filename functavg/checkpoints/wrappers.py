@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 from collections.abc import Mapping
 from typing import TypeVar
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["Every"]
+
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 from abc import abstractmethod
 from dataclasses import replace
 from typing import Any

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["SkipNonFinite"]
+
 import functools
 import operator
 from dataclasses import dataclass

@@ -20,6 +20,8 @@ for errors.
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 import importlib
 import sys
 from typing import Any

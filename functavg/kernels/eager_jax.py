@@ -5,6 +5,8 @@ JAX is never imported: whoever has an array of it has loaded it.
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 import functools
 import itertools
 import sys

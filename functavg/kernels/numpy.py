@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 

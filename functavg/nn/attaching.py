@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any

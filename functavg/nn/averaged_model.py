@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["AveragedModel"]
+
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -81,6 +83,7 @@ class AveragedModel(SavedAverage, Generic[M_co]):
     """
 
     module: M_co
+    n_averaged: Tensor
 
     def __init__(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["update_bn"]
+
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 import copy
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any

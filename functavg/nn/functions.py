@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["get_ema_avg_fn", "get_ema_multi_avg_fn", "get_swa_avg_fn", "get_swa_multi_avg_fn"]
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

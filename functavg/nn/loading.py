@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 from torch.nn import Module
 
 from functavg.kernels.torch.memory import identities

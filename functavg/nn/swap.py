@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["swapped"]
+
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar

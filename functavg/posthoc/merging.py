@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["merge_coefficients"]
+
 import math
 from collections.abc import Callable
 from typing import Any

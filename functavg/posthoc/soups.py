@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["greedy_soup"]
+
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

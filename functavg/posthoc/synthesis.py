@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["Synthesis", "solve"]
+
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

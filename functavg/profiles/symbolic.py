@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Sequence

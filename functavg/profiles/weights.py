@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["Profile"]
+
 import math
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["AveragingRule", "WeightRule"]
+
 from abc import ABC, abstractmethod
 from typing import Any
 

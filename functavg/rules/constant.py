@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["Freeze", "Latest"]
+
 from dataclasses import dataclass
 
 from functavg.rules.base import WeightRule

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["PowerEMA"]
+
 from dataclasses import dataclass
 
 from functavg import units

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["SWA"]
+
 from dataclasses import dataclass
 
 from functavg.rules.base import WeightRule

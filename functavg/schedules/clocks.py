@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["After", "PerUpdate", "Stretched"]
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any

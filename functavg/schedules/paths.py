@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["Cosine", "Linear"]
+
 import math
 from abc import abstractmethod
 from dataclasses import KW_ONLY, dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["Constant", "ExponentialRamp", "HalfLifeRamp", "InversePower", "TFWarmup"]
+
 import math
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any

@@ -106,6 +106,18 @@ def test_the_adapter_has_no_arithmetic() -> None:
     assert not {used for used in imports("functavg.nn.averaged_model") if used.startswith("functavg.kernels")}
 
 
+def test_every_module_says_what_of_it_is_for_users() -> None:
+    """By ``__all__``, which is empty where nothing is; packages that only pass names on say so by ``as``."""
+    silent = []
+    for module, path in SOURCES.items():
+        nodes = ast.parse(path.read_text()).body
+        if any(isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in nodes) and not any(
+            isinstance(node, (ast.Assign, ast.AnnAssign)) and "__all__" in ast.unparse(node) for node in nodes
+        ):
+            silent.append(module)
+    assert not silent, "add __all__, such as: __all__: list[str] = []"
+
+
 def loaded_by(script: str) -> set[str]:
     """Return the top-level modules that a script loads in a fresh process."""
     script += "\nimport sys; print(*{name.split('.')[0] for name in sys.modules})"

@@ -1,5 +1,7 @@
 """The kernel of torch tensors: steps in foreach groups of one dtype and device."""
 
+__all__: list[str] = []
+
 from functavg.kernels.torch.finiteness import is_finite as is_finite
 from functavg.kernels.torch.functions import apply as apply
 from functavg.kernels.torch.groups import prepare as prepare

@@ -5,6 +5,8 @@ Checks use those facts alone, so every rank comes to the same verdict without ta
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__: list[str] = []
+
 import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
