@@ -130,7 +130,7 @@ class _Job:
             for aliases, leaf in zip(part.indices, part.results, strict=True):
                 for index in aliases:
                     leaves[index] = leaf
-        if leaves is self.olds or all(map(operator.is_, leaves, self.olds)):
+        if all(map(operator.is_, leaves, self.olds)):
             return self.tree
         return self.spec.unflatten(leaves)
 
