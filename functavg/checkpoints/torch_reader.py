@@ -77,7 +77,7 @@ class TorchReader(Reader):
             self._stamp = Stamp.of(path)
         tensors, self.around = select(path, load(path), key)
         for name, tensor in tensors.items():
-            _check(path, name, tensor)
+            check_dense(path, name, tensor)
         self.ties = ties_of(tensors)
         self.infos = {name: info_of(tensor) for name, tensor in tensors.items()}
         with reading(path):
@@ -101,7 +101,12 @@ class TorchReader(Reader):
         return read_piece(self.path, self._stamp, self._offsets[name], self.infos[name].torch_dtype, piece)
 
 
-def _check(path: Path, name: str, tensor: Tensor) -> None:
+def check_dense(path: Path, name: str, tensor: Tensor) -> None:
+    """Refuse a tensor whose elements are not all in one strided memory.
+
+    Raises:
+        CheckpointError: it is sparse, quantized, on the meta device or one shard of a tensor.
+    """
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "quantized" if tensor.is_quantized else "on the meta device" if tensor.is_meta else str(tensor.layout)
         raise CheckpointError(f"{path}: {name!r} is {kind}; expected a dense tensor")

@@ -197,18 +197,8 @@ def test_a_soup_takes_what_a_command_scores_best(run):
     script = "import struct, sys; print('loss', abs(struct.unpack('<f', open(sys.argv[1], 'rb').read()[-4:])[0] - 16))"
     Path("evaluate.py").write_text(script)
     command = f"{sys.executable} evaluate.py {{}}"
-    code, out, _ = run(
-        "soup",
-        "--greedy",
-        "-g",
-        "step-*",
-        "--evaluate",
-        command,
-        "--lower-is-better",
-        "-o",
-        "out.safetensors",
-        "--json",
-    )
+    options = ["--lower-is-better", "-o", "out.safetensors", "--json"]
+    code, out, _ = run("soup", "--greedy", "-g", "step-*", "--evaluate", command, *options)
     assert code == 0
     assert json.loads(out)["files"] == ["step-10.safetensors", "step-20.safetensors"]
     assert result("out.safetensors") == (15.0, 20)
