@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from functavg.checkpoints.matching import check_match, common_ties
 from functavg.checkpoints.opening import open_weights
 from functavg.checkpoints.readers import Reader
 from functavg.checkpoints.records import make_record
+from functavg.checkpoints.resources import Buffer, alone
 from functavg.checkpoints.tensors import Piece, TensorInfo
 from functavg.checkpoints.writers import Writer, check_suffix, make_writer
 from functavg.kernels import dtypes
@@ -137,13 +139,14 @@ def write_sum(
     record = make_record("average", files=list(map(str, files)), weights=list(weights), normalize=normalize, **facts)
     writer = make_writer(target, infos, ties, newest.metadata, newest.around, record)
     total = writer.nbytes + sum(reader.infos[name].nbytes for reader, _ in used for name in writer.names)
-    with bars.reporting(progress, total) as advance, replacing(target, writer.nbytes) as file:
+    with bars.reporting(progress, total) as advance, replacing(target, writer.nbytes) as file, alone():
         writer.begin(file)
+        buffers = (Buffer(PIECE), Buffer(PIECE))
         for pieces in _pieces(writer, infos):
-            sums = _sum(pieces, used, infos, normalize, advance)
+            sums = _sum(pieces, used, infos, normalize, buffers)
             for piece in pieces:
                 writer.write(file, piece, sums[piece.name])
-                advance(sums[piece.name].nbytes)
+            advance(_bytes_of(pieces, [*(reader.infos for reader, _ in used), infos]))
     return Averaged(target, tuple(files), tuple(weights), len(writer.names), writer.nbytes)
 
 
@@ -176,7 +179,7 @@ def _sum(
     used: list[tuple[Reader, float]],
     infos: dict[str, TensorInfo],
     normalize: bool,
-    advance: Callable[[int], None],
+    buffers: tuple[Buffer, Buffer],
 ) -> dict[str, Tensor]:
     """Return the weighted sum of some pieces of all files, in the dtypes that they are stored in."""
     wide = {
@@ -186,17 +189,18 @@ def _sum(
         if not normalize or any(reader.infos[piece.name].dtype != infos[piece.name].dtype for reader, _ in used)
     }
 
-    def read(reader: Reader) -> dict[str, Tensor]:
+    def read(reader: Reader, buffer: Buffer) -> dict[str, Tensor]:
+        buffer.clear()
         tensors = {}
         for piece in pieces:
-            values = reader.read_piece(piece)
-            advance(values.nbytes)
+            out = buffer.take(piece.stop - piece.start, reader.infos[piece.name].torch_dtype)
             # Where the sum is not stored as it is read, it must not be rounded in between.
-            tensors[piece.name] = values.to(wide.get(piece.name))
+            tensors[piece.name] = reader.read_piece(piece, out).to(wide.get(piece.name))
         return tensors
 
     shares = [weight for _, weight in used]
-    trees = (read(reader) for reader, _ in used)
+    # One is read while the other may still be looked at.
+    trees = (read(reader, buffer) for (reader, _), buffer in zip(used, itertools.cycle(buffers), strict=False))
     sums = combine(trees, shares) if normalize else _unnormalized(trees, shares)
     return {name: tensor.to(infos[name].torch_dtype) for name, tensor in sums.items()}
 
@@ -207,11 +211,11 @@ def _unnormalized(trees: Iterator[dict[str, Tensor]], weights: list[float]) -> d
     for tree, weight in zip(trees, weights, strict=True):
         for name, tensor in tree.items():
             if not (tensor.is_floating_point() or tensor.is_complex()):
-                sums[name] = tensor
+                sums[name] = tensor.clone()
             elif name in sums:
                 sums[name].add_(tensor, alpha=weight)
             else:
-                sums[name] = tensor.mul_(weight)
+                sums[name] = tensor * weight
     return sums
 
 
@@ -232,6 +236,11 @@ def _pieces(writer: Writer, infos: dict[str, TensorInfo]) -> Iterator[list[Piece
         size += (info.numel - start) * info.torch_dtype.itemsize
     if group:
         yield group
+
+
+def _bytes_of(pieces: list[Piece], forms: list[Mapping[str, TensorInfo]]) -> int:
+    """Return how many bytes pieces have in several forms together."""
+    return sum((it.stop - it.start) * infos[it.name].torch_dtype.itemsize for it in pieces for infos in forms)
 
 
 def _held(name: str, used: list[tuple[Reader, float]], stored: TensorInfo) -> str:

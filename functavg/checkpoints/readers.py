@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from functavg.checkpoints.errors import CheckpointError
@@ -55,13 +56,15 @@ class Reader(ABC):
     around: Around
 
     @abstractmethod
-    def read_piece(self, piece: Piece, /) -> Tensor:
-        """Return a piece of a tensor as a vector, which is the caller's."""
+    def read_piece(self, piece: Piece, out: Tensor, /) -> Tensor:
+        """Read a piece of a tensor into a vector of its dtype, and return that."""
 
     def read(self, name: str, /) -> Tensor:
         """Return a whole tensor, which is the caller's."""
         info = self.infos[name]
-        return self.read_piece(Piece(name, 0, info.numel)).reshape(info.shape)
+        return self.read_piece(Piece(name, 0, info.numel), torch.empty(info.numel, dtype=info.torch_dtype)).reshape(
+            info.shape
+        )
 
 
 class Selected(Reader):
@@ -80,8 +83,8 @@ class Selected(Reader):
         self.ties = ties_within(self._names, reader.ties)
         self.around = Around()
 
-    def read_piece(self, piece: Piece, /) -> Tensor:
-        return self._reader.read_piece(replace(piece, name=self._names[piece.name]))
+    def read_piece(self, piece: Piece, out: Tensor, /) -> Tensor:
+        return self._reader.read_piece(replace(piece, name=self._names[piece.name]), out)
 
 
 def ties_within(names: Mapping[str, str], ties: Mapping[str, str]) -> dict[str, str]:

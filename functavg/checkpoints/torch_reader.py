@@ -94,11 +94,11 @@ class TorchReader(Reader):
             else:
                 self._offsets[name] = offset
 
-    def read_piece(self, piece: Piece, /) -> Tensor:
+    def read_piece(self, piece: Piece, out: Tensor, /) -> Tensor:
         name = self.ties.get(piece.name, piece.name)
         if name in self._held:
-            return self._held[name].reshape(-1)[piece.start : piece.stop].clone()
-        return read_piece(self.path, self._stamp, self._offsets[name], self.infos[name].torch_dtype, piece)
+            return out.copy_(self._held[name].reshape(-1)[piece.start : piece.stop])
+        return read_piece(self.path, self._stamp, self._offsets[name], piece, out)
 
 
 def check_dense(path: Path, name: str, tensor: Tensor) -> None:
