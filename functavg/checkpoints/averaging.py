@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -20,7 +21,7 @@ from functavg.checkpoints.matching import check_match, common_ties
 from functavg.checkpoints.opening import open_weights
 from functavg.checkpoints.readers import Reader
 from functavg.checkpoints.records import make_record
-from functavg.checkpoints.resources import Buffer, alone
+from functavg.checkpoints.resources import Buffer, compute_ahead
 from functavg.checkpoints.tensors import Piece, TensorInfo
 from functavg.checkpoints.writers import Writer, check_suffix, make_writer
 from functavg.kernels import dtypes
@@ -139,14 +140,16 @@ def write_sum(
     record = make_record("average", files=list(map(str, files)), weights=list(weights), normalize=normalize, **facts)
     writer = make_writer(target, infos, ties, newest.metadata, newest.around, record)
     total = writer.nbytes + sum(reader.infos[name].nbytes for reader, _ in used for name in writer.names)
-    with bars.reporting(progress, total) as advance, replacing(target, writer.nbytes) as file, alone():
+    with bars.reporting(progress, total) as advance, replacing(target, writer.nbytes) as file:
         writer.begin(file)
         buffers = (Buffer(PIECE), Buffer(PIECE))
-        for pieces in _pieces(writer, infos):
-            sums = _sum(pieces, used, infos, normalize, buffers)
-            for piece in pieces:
-                writer.write(file, piece, sums[piece.name])
-            advance(_bytes_of(pieces, [*(reader.infos for reader, _ in used), infos]))
+        groups = list(_pieces(writer, infos))
+        ahead = compute_ahead(lambda pieces: _sum(pieces, used, infos, normalize, buffers), groups)
+        with contextlib.closing(ahead):
+            for pieces, sums in zip(groups, ahead, strict=True):
+                for piece in pieces:
+                    writer.write(file, piece, sums[piece.name])
+                advance(_bytes_of(pieces, [*(reader.infos for reader, _ in used), infos]))
     return Averaged(target, tuple(files), tuple(weights), len(writer.names), writer.nbytes)
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 _ALIGNMENT = 16
 _setting = threading.Lock()
@@ -33,20 +38,35 @@ class Buffer:
         return self._data[start:stop].view(dtype)
 
 
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Have torch compute in the thread of the caller, and leave all other threads as they are.
+def compute_ahead(compute: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:
+    """Yield ``compute(item)`` of each item in turn, while a thread works on the next one.
+
+    So files are read and written at the same time. Two results are held at most. What ``compute`` raises is raised in
+    its turn. Close the generator where it is left early: the thread ends then.
+    """
+    pending: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(1, "functavg", _compute_alone) as pool:
+        try:
+            for item in items:
+                pending.append(pool.submit(compute, item))
+                if len(pending) > 1:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def _compute_alone() -> None:
+    """Have torch compute in this thread by itself, and leave all other threads as they are.
 
     Pieces are too small to be shared among threads: on a busy machine these wait for each other most of the time.
     """
-    before = torch.get_num_threads()
     with _setting:
+        before = torch.get_num_threads()
         torch.set_num_threads(1)
         # What was set last holds for threads to come, so it is set back, by a thread that ends.
         last = threading.Thread(target=torch.set_num_threads, args=(before,))
         last.start()
         last.join()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

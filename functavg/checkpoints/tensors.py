@@ -89,14 +89,13 @@ def read_piece(path: Path, stamp: Stamp, offset: int, piece: Piece, out: Tensor)
     """
     left = out.view(torch.uint8).numpy().data
     with reading(path), open(path, "rb", buffering=0) as file:
+        file.seek(offset + piece.start * out.itemsize)
+        while left and (count := file.readinto(left)):
+            left = left[count:]
         if Stamp.of(file.fileno()) != stamp:
             raise CheckpointError(f"{path}: the file was changed while it was being read; average files at rest")
-        file.seek(offset + piece.start * out.itemsize)
-        while left:
-            count = file.readinto(left)
-            if not count:
-                raise CheckpointError(f"{path}: truncated: {len(left)} bytes of {piece.name!r} are missing")
-            left = left[count:]
+        if left:
+            raise CheckpointError(f"{path}: truncated: {len(left)} bytes of {piece.name!r} are missing")
     return out
 
 

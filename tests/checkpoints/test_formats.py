@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import safetensors.torch
@@ -108,3 +110,24 @@ print(peak() - before)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 2**26
     assert load(tmp_path / f"out{suffix}")["w"][::1000].unique().tolist() == [1.5]
+
+
+def test_other_threads_keep_the_number_that_torch_computes_in(tmp_path):
+    """Also while files are averaged, by a thread that computes alone."""
+    path = save(tmp_path / "in.pt", {"w": torch.ones(3)})
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        seen = []
+        checkpoints.average([path], tmp_path / "out.pt", progress=lambda done, total: seen.append(numbers_of_threads()))
+        assert seen == [(3, 3)]
+        assert numbers_of_threads() == (3, 3)
+        assert "functavg" not in {thread.name.partition("_")[0] for thread in threading.enumerate()}
+    finally:
+        torch.set_num_threads(before)
+
+
+def numbers_of_threads():
+    """The number in this thread, and in one that is new."""
+    with ThreadPoolExecutor(1) as pool:
+        return torch.get_num_threads(), pool.submit(torch.get_num_threads).result()
