@@ -73,7 +73,7 @@ def train(epochs: int, swa_start: int) -> History:
     swa = functavg.AveragedModel(model)  # the mean of one snapshot per epoch
     ema = functavg.AveragedModel(model, rule=functavg.EMA(0.995))
     ema.attach(optimizer, model)  # updates after every optimizer step
-    raw = functavg.AveragedModel(model, rule=functavg.Copy())  # the trained weights, evaluated just like the averages
+    raw = functavg.AveragedModel(model, rule=functavg.Latest())  # the trained weights, evaluated just like the averages
 
     history: History = {name: [] for name in COLOURS}
     columns = [TextColumn("epoch"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn()]

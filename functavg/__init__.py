@@ -17,22 +17,21 @@ from functavg.combinators import Partition as Partition
 from functavg.combinators import Several as Several
 from functavg.combinators import SkipNonFinite as SkipNonFinite
 from functavg.functional import cast_like as cast_like
-from functavg.functional import extend as extend
 from functavg.functional import lerp as lerp
 from functavg.profiles import Profile as Profile
 from functavg.profiles import profile as profile
 from functavg.rules.base import AveragingRule as AveragingRule
 from functavg.rules.base import WeightRule as WeightRule
-from functavg.rules.constant import Copy as Copy
 from functavg.rules.constant import Freeze as Freeze
+from functavg.rules.constant import Latest as Latest
 from functavg.rules.ema import EMA as EMA
 from functavg.rules.functions import AvgFn as AvgFn
 from functavg.rules.functions import WeightFn as WeightFn
 from functavg.rules.lawa import LAWA as LAWA
 from functavg.rules.power import PowerEMA as PowerEMA
 from functavg.rules.swa import SWA as SWA
-from functavg.saving import load_state_dict as load_state_dict
-from functavg.saving import state_dict as state_dict
+from functavg.saving import from_state_dict as from_state_dict
+from functavg.saving import to_state_dict as to_state_dict
 from functavg.state import AverageState as AverageState
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from functavg import swa_utils as swa_utils
     from functavg.nn.averaged_model import AveragedModel as AveragedModel
     from functavg.nn.batch_norm import update_bn as update_bn
-    from functavg.nn.functions import MultiAvgFn as MultiAvgFn
     from functavg.nn.functions import get_ema_avg_fn as get_ema_avg_fn
     from functavg.nn.functions import get_ema_multi_avg_fn as get_ema_multi_avg_fn
     from functavg.nn.functions import get_swa_avg_fn as get_swa_avg_fn
@@ -51,7 +49,6 @@ __version__ = "0.1.0"
 
 _NEEDS_TORCH = {
     "AveragedModel": "functavg.nn.averaged_model",
-    "MultiAvgFn": "functavg.nn.functions",
     "get_ema_avg_fn": "functavg.nn.functions",
     "get_ema_multi_avg_fn": "functavg.nn.functions",
     "get_swa_avg_fn": "functavg.nn.functions",
@@ -68,10 +65,9 @@ __all__ = [
     "AveragedModel",
     "AveragingRule",
     "AvgFn",
-    "Copy",
     "Every",
     "Freeze",
-    "MultiAvgFn",
+    "Latest",
     "Partition",
     "PowerEMA",
     "Profile",
@@ -81,19 +77,18 @@ __all__ = [
     "WeightRule",
     "cast_like",
     "checkpoints",
-    "extend",
+    "from_state_dict",
     "get_ema_avg_fn",
     "get_ema_multi_avg_fn",
     "get_swa_avg_fn",
     "get_swa_multi_avg_fn",
     "lerp",
-    "load_state_dict",
     "posthoc",
     "profile",
     "schedules",
-    "state_dict",
     "swa_utils",
     "swapped",
+    "to_state_dict",
     "units",
     "update_bn",
 ]

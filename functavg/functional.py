@@ -1,4 +1,4 @@
-"""One step, bring back, grow: what is done with averages beside updating them."""
+"""What is done with averages besides updating them: one step without a count, and a cast to the params' dtypes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Any
 
 from functavg import kernels, trees
 from functavg.plan import Lerp, identities, run
-from functavg.rules.base import AveragingRule
-from functavg.state import AverageState, PyTree, T, Weight
+from functavg.state import PyTree, T, Weight
 
 
 def lerp(average: T, params: PyTree, weight: Weight, /, *, inplace: bool = False) -> T:
@@ -40,7 +39,7 @@ def lerp(average: T, params: PyTree, weight: Weight, /, *, inplace: bool = False
     return result
 
 
-def cast_like(tree: T, like: PyTree) -> T:
+def cast_like(tree: T, like: PyTree, /) -> T:
     """Return the tree with the dtypes and devices of another, such as an average in those of the params.
 
     Args:
@@ -68,60 +67,13 @@ def cast_like(tree: T, like: PyTree) -> T:
         if name is None or (theirs != name and (theirs, name) != ("numpy", "array_api")):
             raise TypeError(
                 f"{trees.paths(spec)[index]}: expected arrays of one library, "
-                f"got {type(leaf).__name__} to bring into the form of {type(likes[index]).__name__}"
+                f"got {type(leaf).__name__} to cast like {type(likes[index]).__name__}"
             )
-    casts: dict[Any, Any] = {}  # leaves that are shared, and to be of one form, stay shared
-    forms = [(getattr(it, "dtype", type(it)), getattr(it, "device", None)) for it in likes]
-    keys = list(zip(identities(leaves), forms, strict=True))
+    casts: dict[Any, Any] = {}  # tied leaves stay tied where they are cast to one placement
+    placements = [(getattr(it, "dtype", type(it)), getattr(it, "device", None)) for it in likes]
+    keys = list(zip(identities(leaves), placements, strict=True))
     for key, leaf, it, name in zip(keys, leaves, likes, names, strict=True):
         if key not in casts:
             casts[key] = kernels.load(name).cast(leaf, it)
     result: T = trees.unflatten(spec, [casts[key] for key in keys])
     return result
-
-
-def extend(rule: AveragingRule, state: AverageState[Any], params: T) -> AverageState[T]:
-    """Return the state grown to params that have more leaves: new tokens' rows aside, a block or an adapter.
-
-    It is ``rule.init(params)`` with every leaf that the old state knows, by path. New leaves start from the params
-    and share the clock, but for a ``Partition``, which gives them that of their label.
-
-    Args:
-        rule: the rule that made the state.
-        state: the state to grow.
-        params: the params with all leaves, the old ones in their old shapes.
-
-    Returns:
-        The grown state; leaves that the old one knows are the same arrays.
-
-    Raises:
-        TypeError: ``state`` is no AverageState, or a new leaf cannot be averaged.
-        ValueError: a leaf of the old state would vanish or change its shape.
-
-    Example:
-        >>> import functavg, numpy as np
-        >>> rule = functavg.EMA(0.9)
-        >>> state = rule.update({"a": np.ones(1)}, rule.init({"a": np.zeros(1)}))
-        >>> functavg.extend(rule, state, {"a": np.zeros(1), "b": np.zeros(1)})
-        AverageState(count=1, average={'a': array([1.]), 'b': array([0.])}, memory=())
-    """
-    if not isinstance(state, AverageState):
-        raise TypeError(f"extend(rule, state, params): state must be an AverageState, got {type(state).__name__}")
-    leaves, spec = trees.flatten(rule.init(params))
-    old_leaves, old_spec = trees.flatten(state)
-    places = {path: index for index, path in enumerate(spec.paths())}
-    for name, path, old in zip(trees.paths(old_spec), old_spec.paths(), old_leaves, strict=True):
-        if path not in places:
-            raise ValueError(
-                f"{name.replace('tree', 'state', 1)} would vanish: the params have no such leaf. "
-                "Pass params with every leaf that the state knows, or start anew with `init`"
-            )
-        shape, new_shape = (tuple(getattr(leaf, "shape", ())) for leaf in (old, leaves[places[path]]))
-        if shape != new_shape:
-            raise ValueError(
-                f"{name.replace('tree', 'state', 1)} has shape {shape}, the params have {new_shape}; "
-                "extend adds leaves and resizes none"
-            )
-        leaves[places[path]] = old
-    grown: AverageState[T] = trees.unflatten(spec, leaves)
-    return grown

@@ -6,12 +6,14 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from functavg import kernels, trees
+from functavg.checks import check_state
+from functavg.counts import match_count
 from functavg.plan import identities
-from functavg.scalars import beside, is_host
+from functavg.scalars import is_host
 from functavg.state import AverageState, T
 
 
-def state_dict(state: AverageState[Any], /) -> dict[str, Any]:
+def to_state_dict(state: AverageState[Any], /) -> dict[str, Any]:
     """Return a state as a flat dict of its numbers and arrays by name, without copying any.
 
     Names are the keys that lead to a leaf, joined by dots: ``count``, ``average.encoder.weight``, ``memory.0``. So a
@@ -30,73 +32,71 @@ def state_dict(state: AverageState[Any], /) -> dict[str, Any]:
 
     Example:
         >>> import functavg, numpy as np
-        >>> functavg.state_dict(functavg.SWA().init({"layer": {"w": np.zeros(2)}}))
+        >>> functavg.to_state_dict(functavg.SWA().init({"layer": {"w": np.zeros(2)}}))
         {'count': 0, 'average.layer.w': array([0., 0.])}
     """
-    if not isinstance(state, AverageState):
-        raise TypeError(f"state_dict(state): state must be an AverageState, got {type(state).__name__}")
+    check_state(state, "to_state_dict(state)")
     leaves, spec = trees.flatten(state)
     for index, leaf in enumerate(leaves):
         if kernels.kernel_name(leaf) is None:
             raise TypeError(f"{_path(spec, index)}: expected a number or an array, got {type(leaf).__name__}")
-    return dict(zip(_names(spec), leaves, strict=True))
+    return dict(zip(_name_leaves(spec), leaves, strict=True))
 
 
-def load_state_dict(like: AverageState[T], saved: Mapping[str, Any], /) -> AverageState[T]:
-    """Return the state that ``state_dict`` made a dict of, in the form of another one.
+def from_state_dict(like: AverageState[T], saved: Mapping[str, Any], /) -> AverageState[T]:
+    """Return the state that ``to_state_dict`` made a dict of, in the form of another one.
 
     Args:
         like: a state of the structure and shapes to load, as ``rule.init(params)`` makes it. Each leaf is brought into
             the dtype, the device and the shards that it has here; a leaf on torch's meta device stays on that of its
-            value. Leaves that are shared here stay shared, and take the value of the first of them.
-        saved: what ``state_dict`` returned. A number may have become a 0-d array on its way, and an array of JAX one
+            value. Leaves that are one array here stay one, and take the value of the first of them.
+        saved: what ``to_state_dict`` returned. A number may have become a 0-d array on its way, and an array of JAX one
             of numpy.
 
     Returns:
         The loaded state; it shares no memory with ``like`` and ``saved``.
 
     Raises:
-        TypeError: an argument is none of the kind, or a value is of another kind than the leaf it is for.
+        TypeError: ``like`` is no AverageState or ``saved`` no dict, or a value is of another type than its leaf.
         ValueError: names are missing or unexpected, or a value has another shape or other shards.
 
     Example:
         >>> import functavg, numpy as np
         >>> rule, params = functavg.EMA(0.9), {"w": np.ones(2)}
-        >>> saved = functavg.state_dict(rule.update(params, rule.init(params)))
-        >>> functavg.load_state_dict(rule.init({"w": np.zeros(2)}), saved)
+        >>> saved = functavg.to_state_dict(rule.update(params, rule.init(params)))
+        >>> functavg.from_state_dict(rule.init({"w": np.zeros(2)}), saved)
         AverageState(count=1, average={'w': array([1., 1.])}, memory=())
     """
-    if not isinstance(like, AverageState):
-        raise TypeError(f"load_state_dict(like, saved): like must be an AverageState, got {type(like).__name__}")
+    check_state(like, "from_state_dict(like, saved)", "like")
     if not isinstance(saved, Mapping):
-        raise TypeError(f"load_state_dict(like, saved): saved must be a dict, got {type(saved).__name__}")
+        raise TypeError(f"from_state_dict(like, saved): saved must be a dict, got {type(saved).__name__}")
     leaves, spec = trees.flatten(like)
-    names = _names(spec)
+    names = _name_leaves(spec)
     _check_names(names, saved)
     loaded: list[Any] = [None] * len(leaves)
-    places: dict[str | None, list[int]] = {}
+    by_kernel: dict[str | None, list[int]] = {}
     for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
         if is_host(leaf):
-            loaded[index] = _number(saved[name], leaf, name)
+            loaded[index] = _convert_number(saved[name], leaf, name)
         else:
-            places.setdefault(kernels.kernel_name(leaf), []).append(index)
-    for kernel_name, indices in places.items():
+            by_kernel.setdefault(kernels.kernel_name(leaf), []).append(index)
+    for kernel_name, indices in by_kernel.items():
         if kernel_name is None:
             raise TypeError(f"{_path(spec, indices[0])}: the leaf of `like` is neither a number nor an array")
         kernel = kernels.load(kernel_name)
-        news = [_array(saved[names[index]], leaves[index], kernel_name) for index in indices]
-        olds = [_placed(leaves[index], new) for index, new in zip(indices, news, strict=True)]
-        groups = kernel.prepared([olds], news, lambda index, indices=indices: names[indices[index]])
+        news = [_convert_array(saved[names[index]], leaves[index], kernel_name) for index in indices]
+        olds = [_move_off_meta(leaves[index], new) for index, new in zip(indices, news, strict=True)]
+        groups = kernel.prepare([olds], news, lambda index, indices=indices: names[indices[index]])
         (results,) = kernel.lerp(groups, [1.0], False)
         for index, result in zip(indices, results, strict=True):
             loaded[index] = result
     firsts: dict[Hashable, Any] = {}
-    shared = [firsts.setdefault(key, value) for key, value in zip(identities(leaves), loaded, strict=True)]
-    state: AverageState[T] = trees.unflatten(spec, shared)
+    tied = [firsts.setdefault(key, value) for key, value in zip(identities(leaves), loaded, strict=True)]
+    state: AverageState[T] = trees.unflatten(spec, tied)
     return state
 
 
-def _names(spec: Any) -> list[str]:
+def _name_leaves(spec: Any) -> list[str]:
     """Return the name of each leaf of a state.
 
     Raises:
@@ -119,29 +119,29 @@ def _check_names(names: list[str], saved: Mapping[str, Any]) -> None:
     unexpected = [str(name) for name in saved if name not in known]
     if missing or unexpected:
         raise ValueError(
-            f"the saved state is none of the structure of `like`: missing {trees.some(missing)}; unexpected "
+            f"the saved state does not have the structure of `like`: missing {trees.some(missing)}; unexpected "
             f"{trees.some(unexpected)}. Make `like` by the `init` of the rule that was saved, from the same params"
         )
 
 
-def _number(value: Any, like: float, name: str) -> float:
-    """Return a host number, which may have become an array of no dimension on its way."""
+def _convert_number(value: Any, like: float, name: str) -> float:
+    """Return a value as a host number; it may have become a 0-d array on its way."""
     number = value.item() if getattr(value, "shape", None) == () else value
     kind = int if isinstance(like, int) else float
     if not isinstance(number, (int, kind)) or isinstance(number, bool) != isinstance(like, bool):
-        raise TypeError(f"{name}: expected a number as {like!r} is, got {value!r} of {type(value).__name__}")
+        raise TypeError(f"{name}: expected a number like {like!r}, got {value!r} of {type(value).__name__}")
     return number
 
 
-def _array(value: Any, like: Any, kernel_name: str) -> Any:
-    """Return a value for an array; a count that was a host number becomes what it is here."""
+def _convert_array(value: Any, like: Any, kernel_name: str) -> Any:
+    """Return a value for an array; a host count becomes a device count where ``like`` is one."""
     if type(value) is int and kernel_name != "numpy" and like.ndim == 0:
-        return beside(value, like)
+        return match_count(value, like)
     return value
 
 
-def _placed(like: Any, value: Any) -> Any:
-    """Return an array of the form of ``like``; onto the meta device no value could be loaded."""
+def _move_off_meta(like: Any, value: Any) -> Any:
+    """Return an array to load a value like: ``like``, or one on the device of the value where that is on meta."""
     if getattr(like, "is_meta", False) and hasattr(value, "is_meta"):
         return like.new_empty(like.shape, device=value.device)
     return like

@@ -25,30 +25,59 @@ _ENTRIES: dict[str, type[optree.PyTreeEntry]] = {
 }
 
 
-@dataclass(frozen=True)
-class Flat:
-    """The structure of a dict of leaves, in the order of its keys; to know it, no leaf has to be looked at."""
+@dataclass(eq=False, slots=True)
+class NamedList:
+    """A tree of leaves in one list, whose names are spelled only when somebody asks.
 
-    keys: tuple[Any, ...]
+    Args:
+        leaves: the leaves.
+        spell: returns the name of each leaf.
+    """
 
-    @property
-    def num_leaves(self) -> int:
-        """The number of leaves."""
-        return len(self.keys)
+    leaves: list[Any]
+    spell: Callable[[], Sequence[str]]
+
+
+@dataclass(eq=False, slots=True)
+class FlatSpec:
+    """The structure of a NamedList, or of a dict of leaves in its own order; no leaf is looked at to know it."""
+
+    spell: Callable[[], Sequence[Any]]
+    num_leaves: int
+    is_dict: bool
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FlatSpec) and (self.spell == other.spell or self.spell() == other.spell())
+
+    __hash__ = None  # type: ignore[assignment]
 
     def paths(self) -> list[tuple[Any, ...]]:
         """Return the keys that lead to each leaf."""
-        return [(key,) for key in self.keys]
+        return [(key,) for key in self.spell()]
+
+    def unflatten(self, leaves: Sequence[Any]) -> dict[Any, Any] | NamedList:
+        """Return the tree of these leaves."""
+        return dict(zip(self.spell(), leaves, strict=True)) if self.is_dict else NamedList(list(leaves), self.spell)
 
 
-Spec = Flat | optree.PyTreeSpec
+Spec = FlatSpec | optree.PyTreeSpec
 
 
-def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
+def flatten_flat(tree: dict[Any, Any] | NamedList) -> tuple[list[Any], FlatSpec]:
+    """Return the leaves and the structure of a tree without nodes inside, in its own order."""
+    if isinstance(tree, NamedList):
+        return tree.leaves, FlatSpec(tree.spell, len(tree.leaves), False)
+    keys = tuple(tree)
+    return list(tree.values()), FlatSpec(lambda: keys, len(keys), True)
+
+
+def flatten(tree: PyTree) -> tuple[list[Any], Spec]:
     """Return the leaves and the structure of a tree; ``None`` is structure.
 
     Containers are optree's. Where the user has loaded JAX, nodes registered with ``jax.tree_util`` are nodes too.
     """
+    if type(tree) is NamedList:
+        return flatten_flat(tree)
     leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
     # A compiler cannot look into JAX: nodes are known from `init` on, which runs before.
     if "jax.tree_util" in sys.modules and not is_compiling() and _register_jax_nodes(leaves):
@@ -58,9 +87,7 @@ def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
 
 def unflatten(spec: Spec, leaves: Sequence[Any]) -> PyTree:
     """Return the tree of this structure and these leaves."""
-    if isinstance(spec, Flat):
-        return dict(zip(spec.keys, leaves, strict=True))
-    return optree.tree_unflatten(spec, leaves)
+    return spec.unflatten(leaves)
 
 
 def tree_map(fn: Callable[..., Any], tree: PyTree) -> PyTree:
@@ -76,27 +103,29 @@ def register(node: type, flatten_func: Callable[[Any], Any], unflatten_func: Cal
 
 def paths(spec: Spec) -> list[str]:
     """Return where each leaf stands, as the expression that reads it: ``tree['encoder']['weight']``."""
-    if isinstance(spec, Flat):
-        return [f"tree[{key!r}]" for key in spec.keys]
+    if isinstance(spec, FlatSpec):
+        return [f"tree[{key!r}]" for key in spec.spell()]
     return [accessor.codify("tree") for accessor in optree.treespec_accessors(spec)]
 
 
-def keys(spec: optree.PyTreeSpec) -> list[tuple[Any, ...]]:
+def keys(spec: Spec) -> list[tuple[Any, ...]]:
     """Return the keys, indices and fields that lead to each leaf; optree's accessors take ten times as long."""
+    if isinstance(spec, FlatSpec):
+        return spec.paths()
     if spec.is_leaf():
         return [()]
     heads = getattr(spec.type, "_fields", None) or spec.entries()
     return [(head, *rest) for head, child in zip(heads, spec.children(), strict=True) for rest in keys(child)]
 
 
-def names(spec: optree.PyTreeSpec) -> list[str]:
+def names(spec: Spec) -> list[str]:
     """Return the keys of each leaf joined by dots, as ``torch.nn.Module.named_parameters`` does."""
     return [".".join(map(str, path)) for path in keys(spec)]
 
 
 def beneath(prefix: PyTree, tree: PyTree) -> list[tuple[Any, PyTree]]:
     """Return each leaf of ``prefix`` with what stands in its place in ``tree``; ValueError where it is no prefix."""
-    leaves, spec = flatten(prefix)
+    leaves, spec = optree.tree_flatten(prefix, namespace=NAMESPACE)
     return list(zip(leaves, spec.flatten_up_to(tree), strict=True))
 
 
@@ -120,7 +149,7 @@ def align(old: Spec, new: Spec, leaves: list[Any]) -> list[Any]:
         "the params do not have the structure of the average: "
         f"missing {some(missing)}; unexpected {some(unexpected)}. "
         f"Expected {old.num_leaves} leaves, got {new.num_leaves}. Pass the tree that `init` saw, "
-        "or grow the state with `functavg.extend(rule, state, params)`"
+        "or grow the state with `rule.extend(params, state)`"
     )
 
 

@@ -1,11 +1,10 @@
-"""Conversions between the ways to state how long an average remembers, and checks of their ranges."""
+"""Conversions between the ways to state how long an average remembers."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import numpy as np
+from functavg.checks import check_at_least, check_decay, check_number, check_positive
 
 __all__ = [
     "decay_from_half_life",
@@ -20,47 +19,6 @@ __all__ = [
 ]
 
 _WIDEST = 12.0**-0.5  # the relative width of the equal mean
-
-
-def real(value: Any, name: str) -> float:
-    """Return ``value`` as a host float.
-
-    Raises:
-        TypeError: it is no real number.
-    """
-    if type(value) is float:  # the rest is not for compilers
-        return value
-    if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__") or np.ndim(value) != 0:
-        raise TypeError(f"{name} must be a number, got {value!r} of {type(value).__name__}")
-    return float(value)
-
-
-def check_decay(decay: Any, name: str = "decay") -> float:
-    """Return ``decay`` as a host float in [0, 1].
-
-    Raises:
-        TypeError: it is no real number.
-        ValueError: it is out of range or NaN.
-    """
-    number = real(decay, name)
-    if not 0.0 <= number <= 1.0:
-        raise ValueError(f"{name} must be in [0, 1], got {decay!r}")
-    return number
-
-
-def check_positive(value: Any, name: str, *, infinite: bool = False) -> float:
-    """Return ``value`` as a host float above 0; infinity only where it is said to be allowed.
-
-    Raises:
-        TypeError: it is no real number.
-        ValueError: it is out of range or NaN.
-    """
-    number = real(value, name)
-    if not number > 0.0:
-        raise ValueError(f"{name} must be positive, got {value!r}")
-    if number == math.inf and not infinite:
-        raise ValueError(f"{name} must be finite, got {value!r}")
-    return number
 
 
 def decay_from_half_life(half_life: float) -> float:
@@ -115,7 +73,7 @@ def decay_from_span(span: float) -> float:
 
     Source: the ``span`` of pandas.DataFrame.ewm.
     """
-    number = real(span, "span")
+    number = check_number(span, "span")
     if not number >= 1.0:
         raise ValueError(f"span must be at least 1, got {span!r}")
     return 1.0 - 2.0 / (number + 1.0)
@@ -174,7 +132,7 @@ def time_constant_from_decay(decay: float) -> float:
         >>> round(units.time_constant_from_decay(0.999), 3)
         999.5
     """
-    number = real(decay, "decay")
+    number = check_number(decay, "decay")
     if not 0.0 < number <= 1.0:
         raise ValueError(f"decay must be in (0, 1], got {decay!r}")
     return math.inf if number == 1.0 else -1.0 / math.log(number)
@@ -218,9 +176,7 @@ def sigma_rel_from_gamma(gamma: float) -> float:
 
     Source: Karras et al., Analyzing and Improving the Training Dynamics of Diffusion Models, 2024 (EDM2).
     """
-    number = real(gamma, "gamma")
-    if not 0.0 <= number < math.inf:
-        raise ValueError(f"gamma must be finite and at least 0, got {gamma!r}")
+    number = check_at_least(gamma, "gamma", 0)
     # Near 0 rounding would lift it above the widest, which the inverse refuses.
     return min(math.sqrt((number + 1.0) / (number + 3.0)) / (number + 2.0), _WIDEST)
 
@@ -242,7 +198,7 @@ def gamma_from_sigma_rel(sigma_rel: float) -> float:
 
     Source: Karras et al., Analyzing and Improving the Training Dynamics of Diffusion Models, 2024 (EDM2).
     """
-    s = real(sigma_rel, "sigma_rel")
+    s = check_number(sigma_rel, "sigma_rel")
     if not 0.0 < s <= _WIDEST:
         raise ValueError(f"sigma_rel must be in (0, {_WIDEST:.6f}], got {sigma_rel!r}")
     # In y = g s the cubic stays of size 1 however small s is: y^3 + 7 s y^2 + (16 s^2 - 1) y + (12 s^3 - s) = 0.

@@ -76,6 +76,13 @@ RULES = {
     "EMA-callable": RuleRow(
         functavg.EMA(ramp), oracle.of_weights(lambda n, d: 1 - ((n + d + 1) / (n + d + 9)) ** d), copies_first=False
     ),
+    "EMA-init": RuleRow(
+        functavg.EMA(0.9, start="init"), oracle.of_weights(lambda n, d: 1 - 0.9**d), copies_first=False
+    ),
+    "EMA-callable-copy": RuleRow(
+        functavg.EMA(ramp, start="copy"),
+        oracle.of_weights(lambda n, d: 1 - ((n + d + 1) / (n + d + 9)) ** d if n else 1.0),
+    ),
     "EMA-half-life": RuleRow(functavg.EMA.from_half_life(3), oracle.ema(2 ** (-1 / 3))),
     "SWA": RuleRow(functavg.SWA(), oracle.swa),
     "PowerEMA": RuleRow(functavg.PowerEMA(6.94), oracle.power(6.94)),
@@ -89,13 +96,16 @@ RULES = {
     "AvgFn-mean": RuleRow(functavg.AvgFn(mean_step), oracle.of_calls(oracle.swa), count=len),
     "LAWA": RuleRow(functavg.LAWA(3), oracle.window(3)),
     "LAWA-1": RuleRow(functavg.LAWA(1), oracle.newest),
-    "Copy": RuleRow(functavg.Copy(), oracle.newest),
+    "Latest": RuleRow(functavg.Latest(), oracle.newest),
     "Freeze": RuleRow(functavg.Freeze(), oracle.first, copies_first=False),
 }
 WEIGHT_RULES = {name: row for name, row in RULES.items() if row.is_weight_rule}
 
 # Rows that take the same path through the code as another one: left out where each row costs a compilation.
-ALIKE = {"EMA-0", "EMA-1", "EMA-1-debias", "EMA-half-life", "PowerEMA-0", "PowerEMA-sigma", "WeightFn", "LAWA-1"}
+ALIKE = {
+    *("EMA-0", "EMA-1", "EMA-1-debias", "EMA-init", "EMA-half-life"),
+    *("PowerEMA-0", "PowerEMA-sigma", "WeightFn", "LAWA-1"),
+}
 
 # ---- kinds of leaves
 

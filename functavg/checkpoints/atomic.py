@@ -31,16 +31,12 @@ def replacing(path: Path, size: int) -> Iterator[BinaryIO]:
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise CheckpointError(f"{path}: the output is a folder; name a file")
-    try:
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:  # from before the file is there, as an interrupt may come at any moment
         free = shutil.disk_usage(target.parent).free
         if free < size:
             raise OSError(errno.ENOSPC, f"{size} bytes are to be written, {free} are free")
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-        file = open(temporary, "x+b", buffering=0)  # noqa: SIM115  # closed before it is renamed
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    try:
-        with file:
+        with open(temporary, "x+b", buffering=0) as file:
             yield file  # unbuffered: a call need not take all bytes
             os.fsync(file.fileno())
         if target.exists():

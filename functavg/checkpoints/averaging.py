@@ -24,9 +24,9 @@ from functavg.checkpoints.records import make_record
 from functavg.checkpoints.resources import Buffer, compute_ahead
 from functavg.checkpoints.tensors import Piece, TensorInfo
 from functavg.checkpoints.writers import Writer, check_suffix, make_writer
+from functavg.checks import check_number
 from functavg.kernels import dtypes
 from functavg.posthoc import Synthesis, combine
-from functavg.units import real
 
 PIECE = 2**22
 """So many bytes are averaged at a time: they stay in the cache, and a tensor of any size takes no more memory."""
@@ -167,7 +167,7 @@ def check_weights(paths: Sequence[PathLike], weights: Sequence[float] | None, no
     numbers = [1.0] * len(paths) if weights is None else list(weights)
     if len(numbers) != len(paths):
         raise ValueError(f"weights must hold one number for each file, got {len(numbers)} for {len(paths)} files")
-    numbers = [real(number, f"weights[{index}]") for index, number in enumerate(numbers)]
+    numbers = [check_number(number, f"weights[{index}]") for index, number in enumerate(numbers)]
     for index, number in enumerate(numbers):
         if not math.isfinite(number):
             raise ValueError(f"weights[{index}] must be finite, got {number!r}")

@@ -20,7 +20,7 @@ from functavg.checkpoints.records import record_in, record_of
 from functavg.checkpoints.tensors import reading
 from functavg.checkpoints.torch_reader import load
 from functavg.checkpoints.wrappers import strip_wrappers
-from functavg.scalars import check_count
+from functavg.checks import check_count
 from functavg.state import AverageState
 
 Form = Literal["weights", "averaged_model", "state"]

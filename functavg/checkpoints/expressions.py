@@ -10,10 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from functavg import schedules
-from functavg.checkpoints.library import Latest
 from functavg.combinators import Every, Partition, Several, SkipNonFinite
 from functavg.rules.base import AveragingRule
-from functavg.rules.constant import Freeze
+from functavg.rules.constant import Freeze, Latest
 from functavg.rules.ema import EMA
 from functavg.rules.lawa import LAWA
 from functavg.rules.power import PowerEMA
@@ -47,9 +46,9 @@ def parse_rule(text: str) -> AveragingRule:
     Example:
         >>> from functavg import checkpoints
         >>> checkpoints.parse_rule("ema:0.99")
-        EMA(decay=0.99, debias=False)
+        EMA(decay=0.99, debias=False, start='copy')
         >>> checkpoints.parse_rule("Every(ema(half_life=1), 10)")
-        Every(rule=EMA(decay=0.5, debias=False), interval=10, start=0)
+        Every(rule=EMA(decay=0.5, debias=False, start='copy'), interval=10, start=0)
     """
     short = re.fullmatch(r"\s*(\w+)\s*(?::(.*))?", text, re.DOTALL)
     call = f"{short[1]}({short[2] or ''})" if short else text

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+from functavg.progress import check_progress
+
 
 @contextlib.contextmanager
 def reporting(progress: bool | Callable[[int, int], None], total: int) -> Iterator[Callable[[int], None]]:
@@ -15,8 +17,10 @@ def reporting(progress: bool | Callable[[int, int], None], total: int) -> Iterat
         total: the bytes in all.
 
     Raises:
+        TypeError: ``progress`` is neither a bool nor callable.
         ImportError: rich is not installed, which draws the bar.
     """
+    check_progress(progress)
     if progress is True:
         with _bar(total) as advance:
             yield advance
@@ -35,11 +39,9 @@ def reporting(progress: bool | Callable[[int, int], None], total: int) -> Iterat
 
 @contextlib.contextmanager
 def _bar(total: int) -> Iterator[Callable[[int], None]]:
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-    except ImportError as error:
-        raise ImportError("progress=True needs rich, which is not installed: pip install 'functavg[cli]'") from error
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total)

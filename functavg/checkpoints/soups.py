@@ -10,7 +10,7 @@ from typing import Any
 
 from functavg.checkpoints.averaging import Averaged, PathLike, average, check_weights
 from functavg.checkpoints.writers import check_suffix
-from functavg.units import real
+from functavg.checks import check_number
 
 
 def greedy_soup(
@@ -76,5 +76,5 @@ def greedy_soup(
 
 def _score(score: Callable[[Path], float], path: Path) -> float:
     """Return a score as a host float, NaN as the worst."""
-    number = real(score(path), f"score({path})")
+    number = check_number(score(path), f"score({path})")
     return -math.inf if math.isnan(number) else number

@@ -11,11 +11,11 @@ from torch import Tensor
 from functavg.checkpoints.arrays import to_numpy
 from functavg.checkpoints.errors import CheckpointError
 from functavg.checkpoints.expressions import parse_rule
-from functavg.checkpoints.library import from_state_dict, to_state_dict
 from functavg.checkpoints.opening import open_file
 from functavg.checkpoints.records import VERSION, make_record, record_of
 from functavg.checkpoints.storing import store
 from functavg.rules.base import AveragingRule
+from functavg.saving import from_state_dict, to_state_dict
 from functavg.state import AverageState
 
 

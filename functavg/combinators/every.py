@@ -5,23 +5,24 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from functavg.combinators.base import Door, check_rule
-from functavg.rules.base import AveragingRule
-from functavg.scalars import check_integer, maximum, where
+from functavg.checks import check_integer
+from functavg.combinators.gate import Gate
+from functavg.rules.base import AveragingRule, check_rule
+from functavg.scalars import maximum, where
 from functavg.state import Count, PyTree
 
 
 @dataclass(frozen=True)
-class Every(Door):
-    """A rule that is updated every ``interval`` steps, and told the steps since.
+class Every(Gate):
+    """A rule that is updated every ``interval`` steps, with the number of steps since its last update.
 
     With ``D`` the steps since ``start`` or since the last update that got through, an update gets through when
     ``D >= interval``: in single steps, those at ``start + interval``, ``start + 2 interval``, ... The inner rule is
-    told ``D``, always. So a decay is per step whatever the interval, and the snapshots of an equal mean weigh the
-    same. Until the first one the state stays as ``init`` made it, with count 0.
+    updated with ``steps=D``, always. So a decay is per step whatever the interval, and the snapshots of an equal mean
+    weigh the same. Until the first one the state stays as ``init`` made it, with count 0.
 
-    ``memory`` is the steps not yet told (until ``start``: minus those that are left) and the memory of the inner
-    rule. Where the state's count is a 0-d array, so is that; a closed door then is a weight of 0.
+    ``memory`` is the steps since the inner rule's last update (until ``start``: minus those that are left) and the
+    memory of the inner rule. Where the state's count is a 0-d array, so is that; a closed gate then is a weight of 0.
 
     Args:
         rule: the rule to update.
@@ -41,7 +42,7 @@ class Every(Door):
         >>> state.count, float(state.average)
         (50, 30.0)
 
-    Source: optax.MultiSteps for the shape of it; the gap is told as in Karras et al., 2024 (EDM2).
+    Source: optax.MultiSteps for the shape of it; the decay is per step as in Karras et al., 2024 (EDM2).
     """
 
     rule: AveragingRule
@@ -58,9 +59,9 @@ class Every(Door):
     def least(self) -> int:
         return -self.start
 
-    def ask(self, params: PyTree, own: Count, steps: Count, on_host: bool) -> tuple[Any, Count, Count]:
+    def ask(self, params: PyTree, /, own: Count, steps: Count, on_host: bool) -> tuple[Any, Count, Count]:
         del params, on_host
         waited = own + steps
         is_open = waited >= self.interval
-        # The maximum changes nothing where the door is open; behind a closed one it keeps the weights finite.
+        # The maximum changes nothing where the gate is open; where it is closed it keeps the weights finite.
         return is_open, where(is_open, 0, waited), maximum(waited, self.interval)

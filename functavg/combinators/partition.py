@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from functavg import trees
-from functavg.combinators.base import Door, Product, Rules
+from functavg.combinators.gate import Gate
+from functavg.combinators.product import Product, Rules
 from functavg.combinators.several import Several
 from functavg.plan import Intention, identities
 from functavg.rules.base import AveragingRule
@@ -37,7 +38,7 @@ class Partition(Product):
 
     Example:
         >>> import functavg, numpy as np
-        >>> rules = {"slow": functavg.EMA(0.75), "newest": functavg.Copy()}
+        >>> rules = {"slow": functavg.EMA(0.75), "newest": functavg.Latest()}
         >>> rule = functavg.Partition(rules, {"body": "slow", "head": "newest"})
         >>> state = rule.init({"body": [np.zeros(1), np.zeros(1)], "head": np.zeros(1)})
         >>> for value in (0.0, 1.0):
@@ -57,7 +58,7 @@ class Partition(Product):
         object.__setattr__(self, "rules", Rules(self.rules))
         if not callable(self.label):
             labels, spec = trees.flatten(self.label)
-            object.__setattr__(self, "label", trees.unflatten(spec, labels))  # what the caller does to his is his own
+            object.__setattr__(self, "label", trees.unflatten(spec, labels))  # the caller may change his
             self._by_path.update(zip(trees.keys(spec), labels, strict=True))
         for label, rule in self.rules.items():
             if _has_several(rule):
@@ -68,28 +69,28 @@ class Partition(Product):
 
     def init(self, params: T, /, *, dtype: Any = None, device: Any = None) -> AverageState[T]:
         leaves, spec = trees.flatten(params)
-        division = self._divided(spec, leaves)
-        division.check_shared(leaves)
+        division = self._divide(spec, leaves)
+        division.check_aliases(leaves)
         states = {
             label: self.rules[label].init(part, dtype=dtype, device=device)
-            for label, part in division.parts(self.rules, leaves).items()
+            for label, part in division.split(self.rules, leaves).items()
         }
-        return self._joined(states, division.joined(states), states)
+        return self._join_states(states, division.join(states), states)
 
-    def plan(self, params: PyTree, state: AverageState[Any], steps: Count) -> AverageState[Any]:
-        """Return the plans of all rules that have leaves; their averages are put together once carried out."""
+    def plan(self, params: PyTree, state: AverageState[Any], /, steps: Count) -> AverageState[Any]:
+        """Return the plans of all rules that have leaves; their averages are joined when the plan is committed."""
         averages, spec = trees.flatten(state.average)
         leaves, params_spec = trees.flatten(params)
         leaves = trees.align(spec, params_spec, leaves)
-        division = self._divided(spec, leaves)
-        division.check_shared(averages)
-        news = division.parts(self.rules, leaves)
-        states = self._inner(state, division.parts(self.rules, averages))
+        division = self._divide(spec, leaves)
+        division.check_aliases(averages)
+        news = division.split(self.rules, leaves)
+        states = self._split_state(state, division.split(self.rules, averages))
         for label in division.used:
             states[label] = self.rules[label].plan(news[label], states[label], steps)
-        return self._joined(states, division.joined(states), division.used or self.rules)
+        return self._join_states(states, division.join(states), division.used or self.rules)
 
-    def _divided(self, spec: Any, leaves: Sequence[Any]) -> _Division:
+    def _divide(self, spec: Any, leaves: Sequence[Any]) -> _Division:
         """Return the division of a tree by labels."""
         keys = trees.keys(spec)
         if callable(self.label):
@@ -100,12 +101,12 @@ class Partition(Product):
             if label not in self.rules:
                 raise ValueError(
                     f"{trees.paths(spec)[index]}: expected a label of {list(self.rules)}, got {label!r}. "
-                    "Add a rule for it, such as Copy() or Freeze(), or label it otherwise"
+                    "Add a rule for it, such as Latest() or Freeze(), or label it otherwise"
                 )
         return _Division(spec, keys, labels)
 
     def _label_above(self, path: tuple[Any, ...]) -> Any:
-        """Return the label in the tree of labels that stands at this path or above it, None where there is none."""
+        """Return the label at this path of the tree of labels, or above it; None where there is none."""
         above = (path[:end] for end in range(len(path) + 1))
         return next((self._by_path[some] for some in above if some in self._by_path), None)
 
@@ -119,7 +120,7 @@ class _Division:
         self.labels = labels
         self.used = list(dict.fromkeys(labels))
 
-    def parts(self, all_labels: Iterable[Any], leaves: Sequence[Any]) -> dict[Any, PyTree]:
+    def split(self, all_labels: Iterable[Any], leaves: Sequence[Any]) -> dict[Any, PyTree]:
         """Return the part of each label."""
         parts: dict[Any, Any] = {label: {} for label in all_labels}
         for path, label, leaf in zip(self.keys, self.labels, leaves, strict=True):
@@ -132,11 +133,11 @@ class _Division:
             node[path[-1]] = leaf
         return parts
 
-    def joined(self, states: Mapping[Any, AverageState[Any]]) -> PyTree:
-        """Return the tree of these averages, or what becomes it once the intentions among them are carried out."""
-        return _joined(self, [states[label].average for label in self.used])
+    def join(self, states: Mapping[Any, AverageState[Any]]) -> PyTree:
+        """Return the tree of these averages, or a node that becomes it when the plan is committed."""
+        return _join_parts(self, [states[label].average for label in self.used])
 
-    def check_shared(self, leaves: Sequence[Any]) -> None:
+    def check_aliases(self, leaves: Sequence[Any]) -> None:
         """Raise a ValueError where two leaves of different labels share memory, which would be averaged twice."""
         holders: dict[Hashable, int] = {}
         for index, key in enumerate(identities(leaves)):
@@ -150,26 +151,26 @@ class _Division:
 
 
 class _Parts:
-    """A tree in parts that intentions stand for: a node, which turns into the tree when results take their place."""
+    """A tree whose parts are intentions: a node, which is unflattened as the tree when results replace these."""
 
     def __init__(self, division: _Division, parts: Sequence[PyTree]) -> None:
         self.division = division
         self.parts = parts
 
 
-def _joined(division: _Division, parts: Sequence[PyTree]) -> PyTree:
+def _join_parts(division: _Division, parts: Sequence[PyTree]) -> PyTree:
     if any(isinstance(part, (*Intention, _Parts)) for part in parts):
         return _Parts(division, parts)
     by_label = dict(zip(division.used, parts, strict=True))
-    places = zip(division.keys, division.labels, strict=True)
-    leaves = [functools.reduce(operator.getitem, path, by_label[label]) for path, label in places]
+    keys = zip(division.keys, division.labels, strict=True)
+    leaves = [functools.reduce(operator.getitem, path, by_label[label]) for path, label in keys]
     return trees.unflatten(division.spec, leaves)
 
 
-trees.register(_Parts, lambda node: (node.parts, node.division), _joined)
+trees.register(_Parts, lambda node: (node.parts, node.division), _join_parts)
 
 
 def _has_several(rule: AveragingRule) -> bool:
-    if isinstance(rule, Door):
+    if isinstance(rule, Gate):
         return _has_several(rule.rule)
     return isinstance(rule, Several) or (isinstance(rule, Product) and any(map(_has_several, rule.rules.values())))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from functavg.combinators.base import Product, Rules
+from functavg.combinators.product import Product, Rules
 from functavg.rules.base import AveragingRule
 from functavg.state import AverageState, Count, PyTree
 
@@ -47,10 +47,10 @@ class Several(Product):
 
     def init(self, params: PyTree, /, *, dtype: Any = None, device: Any = None) -> AverageState[Any]:
         states = {name: rule.init(params, dtype=dtype, device=device) for name, rule in self.rules.items()}
-        return self._joined(states, {name: state.average for name, state in states.items()}, states)
+        return self._join_states(states, {name: state.average for name, state in states.items()}, states)
 
-    def plan(self, params: PyTree, state: AverageState[Any], steps: Count) -> AverageState[Any]:
-        """Return the plans of all rules; they name the same params, so that ``run`` takes their steps together."""
-        inner = self._inner(state, state.average)
-        planned = {name: rule.plan(params, inner[name], steps) for name, rule in self.rules.items()}
-        return self._joined(planned, {name: it.average for name, it in planned.items()}, planned)
+    def plan(self, params: PyTree, state: AverageState[Any], /, steps: Count) -> AverageState[Any]:
+        """Return the plans of all rules; they name the same params, so that these are read and converted once."""
+        before = self._split_state(state, state.average)
+        states = {name: rule.plan(params, before[name], steps) for name, rule in self.rules.items()}
+        return self._join_states(states, {name: state.average for name, state in states.items()}, states)

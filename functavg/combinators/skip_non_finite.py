@@ -1,4 +1,4 @@
-"""A rule that is not shown what is not finite."""
+"""A rule that skips params that are not finite."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from functavg import kernels, trees
-from functavg.combinators.base import Door, check_rule
-from functavg.rules.base import AveragingRule
+from functavg.combinators.gate import Gate
+from functavg.rules.base import AveragingRule, check_rule
 from functavg.scalars import where
 from functavg.state import Count, PyTree
 
 
 @dataclass(frozen=True)
-class SkipNonFinite(Door):
+class SkipNonFinite(Gate):
     """A rule that skips params with a NaN or an infinity, in any leaf: nothing is averaged then.
 
-    A skipped update is none: its steps are not told to the inner rule, as a GradScaler's skipped steps are not. So
-    the count is that of the steps that were averaged, and a decay does not go on while there is nothing new.
+    A skipped update counts for nothing: its steps are not passed on to the inner rule, as a GradScaler's skipped steps
+    are not. So the count is that of the steps that were averaged, and nothing decays while there is nothing new.
 
     ``memory`` is the number of updates skipped and the memory of the inner rule. The test reads all the params, and
     one flag from their device; where the state's count is a 0-d array the flag stays there, and a skip is a weight
@@ -52,7 +52,7 @@ class SkipNonFinite(Door):
     def least(self) -> int:
         return 0
 
-    def ask(self, params: PyTree, own: Count, steps: Count, on_host: bool) -> tuple[Any, Count, Count]:
+    def ask(self, params: PyTree, /, own: Count, steps: Count, on_host: bool) -> tuple[Any, Count, Count]:
         is_finite = _all_finite(params)
         if on_host:
             is_finite = bool(is_finite)
@@ -60,10 +60,11 @@ class SkipNonFinite(Door):
 
 
 def _all_finite(params: PyTree) -> Any:
-    """Return whether all numbers are finite: a bool, or a 0-d array where reading one is left to the caller."""
-    leaves: dict[str, list[Any]] = {}
+    """Return whether all numbers are finite: a bool, or a 0-d array, which the caller may read."""
+    by_kernel: dict[str, list[Any]] = {}
     for leaf in trees.flatten(params)[0]:
         name = kernels.kernel_name(leaf)
-        if name is not None:  # what is no array is refused by name when the plan is run
-            leaves.setdefault(name, []).append(leaf)
-    return functools.reduce(operator.and_, [kernels.load(name).finite(mine) for name, mine in leaves.items()], True)
+        if name is not None:  # what is no array is refused by name when the plan is checked
+            by_kernel.setdefault(name, []).append(leaf)
+    flags = [kernels.load(name).is_finite(leaves) for name, leaves in by_kernel.items()]
+    return functools.reduce(operator.and_, flags, True)

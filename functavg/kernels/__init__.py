@@ -1,29 +1,34 @@
-"""The only arithmetic, dispatched by the kind of the leaves. No array library is imported that the user did not import.
+"""The only arithmetic, dispatched by the kind of the leaves. No array library is loaded that the user did not load.
 
-A kernel is a module with these functions, all over lists of leaves of its kind:
+A kernel is a module with these functions over lists of leaves of its kind. ``name_of(index)`` is the path of a leaf,
+for errors.
 
 * ``refusal(leaf)``: why a leaf cannot be averaged, or None;
-* ``copied(leaf, dtype, device)``: a new array to start an average from;
-* ``prepared(averages, news, where, inplace)``: checks that each of the lists ``averages`` can take ``news``, and groups
-  them;
-* ``identities(leaves)``: what is equal for leaves in one place of memory;
-* ``lerp(groups, weights, inplace)``: the step ``a + w (x - a)`` of each of the averages;
-* ``apply(groups, count, fn, grouped, inplace, where)``: a step by a user's function;
+* ``copy(leaf, dtype, device)``: a new array to start an average from;
 * ``cast(leaf, like)``: a leaf with the dtype and device of another;
-* ``finite(leaves)``: whether they hold no NaN and no infinity, as a bool or a 0-d array.
+* ``are_disjoint(averages, news)``: whether all lie apart in memory; False also where it cannot be told at once;
+* ``identities(leaves)``: what is equal for leaves that are one array in memory;
+* ``check_writable(averages, news, name_of)``: checks that a step in place writes to nothing that it reads elsewhere;
+* ``prepare(averages, news, name_of, roundings=None)``: checks that each of the lists ``averages`` can take ``news``,
+  and groups them. ``roundings`` are tensors that take the first average in their own dtype, after a step in place;
+* ``try_steps(groups, weights, inplace, name_of)``: checks that arrays of other classes than the library's own can take
+  their steps;
+* ``lerp(groups, weights, inplace)``: the step ``a + w (x - a)`` of each of the averages;
+* ``apply(groups, count, fn, grouped, inplace, name_of)``: a step by a user's function;
+* ``is_finite(leaves)``: whether they hold no NaN and no infinity, as a bool or a 0-d array.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+# Plain dicts, since torch.compile warns of functools.cache.
 _names: dict[type, str | None] = {}
-_loaded: dict[str | None, ModuleType] = {}
+_loaded: dict[str | None, Any] = {}
 
 
 def kernel_name(leaf: Any) -> str | None:
@@ -34,7 +39,7 @@ def kernel_name(leaf: Any) -> str | None:
 def kernel_name_of(kind: type) -> str | None:
     """Return the name of the kernel for leaves of this class, None where it is no array."""
     if kind not in _names:
-        _names[kind] = _find(kind)
+        _names[kind] = _find_kernel(kind)
     return _names[kind]
 
 
@@ -45,7 +50,7 @@ def load(name: str | None) -> Any:
     return _loaded[name]
 
 
-def _find(kind: type) -> str | None:
+def _find_kernel(kind: type) -> str | None:
     if issubclass(kind, (np.ndarray, np.generic, bool, int, float, complex)):
         return "numpy"
     torch = sys.modules.get("torch")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from functavg.kernels import dtypes
+from functavg.kernels import dtypes, memory
 from functavg.state import Count, Weight
 
 BLOCK = 2**15
@@ -28,7 +28,7 @@ def refusal(leaf: Any) -> str | None:
     return None
 
 
-def copied(leaf: Any, dtype: str | None, device: Any) -> Array:
+def copy(leaf: Any, dtype: str | None, device: Any) -> Array:
     """Return a new array of the values of ``leaf``, in the dtype that its average is held in."""
     if device not in (None, "cpu"):
         raise ValueError(f"device must be None or 'cpu' for numpy arrays, got {device!r}")
@@ -42,41 +42,77 @@ def cast(leaf: Any, like: Any) -> Array:
     return np.asarray(leaf).astype(np.asarray(like).dtype, copy=False)
 
 
+def are_disjoint(averages: Sequence[Any], news: Sequence[Any] = ()) -> bool:
+    """Tell whether averages and new values all lie apart in memory; False also where it cannot be told at once."""
+    arrays = list(filter(_has_memory, [*averages, *news]))
+    if not all(array.flags.c_contiguous for array in arrays):
+        return False
+    return memory.are_disjoint(list(map(_address, arrays)), [array.nbytes for array in arrays])
+
+
 def identities(leaves: Sequence[Any]) -> list[Hashable]:
     """Return what is equal for arrays in one place of memory: two views may be one weight. Numbers are in none."""
     return [
-        (leaf.__array_interface__["data"][0], leaf.dtype, leaf.shape, leaf.strides)
-        if isinstance(leaf, np.ndarray) and leaf.size > 0
-        else (index,)
+        (_address(leaf), leaf.dtype, leaf.shape, leaf.strides) if _has_memory(leaf) else (index,)
         for index, leaf in enumerate(leaves)
     ]
 
 
-def prepared(averages: list[list[Any]], news: list[Any], where: Callable[[int], str], inplace: bool = False) -> Groups:
+def check_writable(averages: Sequence[Any], news: Sequence[Any], name_of: Callable[[int], str]) -> None:
+    """Check that no average that is written to shares an element with another one or with a new value.
+
+    Raises:
+        ValueError: two overlap; the message names both.
+    """
+    written = [leaf if _has_memory(leaf) and leaf.flags.writeable else None for leaf in averages]
+    pairs = zip(identities(averages), identities(news), news, strict=False)
+    others = [new if new_key != key and _has_memory(new) else None for key, new_key, new in pairs]
+    memory.check_overlaps(written, others, name_of)
+
+
+def _has_memory(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) and leaf.size > 0
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def prepare(
+    averages: list[list[Any]], news: list[Any], name_of: Callable[[int], str], roundings: None = None
+) -> Groups:
     """Return all leaves as arrays.
 
     Raises:
         TypeError, ValueError: a new leaf cannot go into an average; the message names it.
     """
-    del inplace  # what cannot be written to is replaced
+    del roundings  # only modules of torch hold the rounding of an average
     arrays = []
     for index, new in enumerate(news):
         if not isinstance(new, (np.ndarray, np.generic, bool, int, float, complex)):
-            raise TypeError(f"{where(index)}: expected a numpy array or a number, got {type(new).__name__}")
+            raise TypeError(f"{name_of(index)}: expected a numpy array or a number, got {type(new).__name__}")
         reason = refusal(new)
         if reason is not None:
-            raise TypeError(f"{where(index)}: expected an array of numbers, got {reason}")
+            raise TypeError(f"{name_of(index)}: expected an array of numbers, got {reason}")
         array = np.asarray(new)
         for olds in averages:
             old = np.asarray(olds[index])
             if refusal(old) is not None:
-                raise TypeError(f"{where(index)}: the average holds {refusal(old)}")
+                raise TypeError(f"{name_of(index)}: the average holds {refusal(old)}")
             if old.shape != array.shape:
-                raise ValueError(f"{where(index)}: expected shape {old.shape}, got {array.shape}; nothing is broadcast")
+                raise ValueError(
+                    f"{name_of(index)}: expected shape {old.shape}, got {array.shape}; nothing is broadcast"
+                )
             if _kind(array) > _kind(old):
-                raise TypeError(f"{where(index)}: expected {old.dtype} or what it can hold, got {array.dtype}")
+                raise TypeError(f"{name_of(index)}: expected {old.dtype} or what it can hold, got {array.dtype}")
         arrays.append(array)
     return [[np.asarray(old) for old in olds] for olds in averages], arrays
+
+
+def try_steps(groups: Groups, weights: list[Weight], inplace: bool, name_of: Callable[[int], str]) -> None:
+    """Do nothing: arrays of numbers can take every step."""
+    del groups, weights, inplace, name_of
 
 
 def lerp(groups: Groups, weights: list[Weight], inplace: bool) -> list[list[Array]]:
@@ -97,11 +133,11 @@ def apply(
     fn: Callable[..., Any],
     grouped: bool,
     inplace: bool,
-    where: Callable[[int], str],
+    name_of: Callable[[int], str],
 ) -> list[Array]:
     """Return the leaves of one average after ``fn(avg, new, count)``; integers and bools take the newest value."""
     if grouped:
-        raise TypeError("a multi_avg_fn works on torch tensors only; use AvgFn for numpy arrays")
+        raise TypeError("a grouped function (multi_avg_fn) works on torch tensors only; use AvgFn(fn) for numpy arrays")
     (olds,), news = groups
     leaves = []
     first = int(count) == 0  # a rule cannot know it where the count is a 0-d array
@@ -113,7 +149,7 @@ def apply(
         moved = np.asarray(fn(old.astype(common, copy=False), new.astype(common, copy=False), int(count)))
         if moved.shape != old.shape:
             raise ValueError(
-                f"{where(index)}: avg_fn must return the new average, an array of shape {old.shape}, "
+                f"{name_of(index)}: avg_fn must return the new average, an array of shape {old.shape}, "
                 f"got shape {moved.shape}"
             )
         target = old if _writable(old, inplace) else np.empty_like(old)
@@ -122,7 +158,7 @@ def apply(
     return leaves
 
 
-def finite(leaves: list[Any]) -> bool:
+def is_finite(leaves: list[Any]) -> bool:
     """Return whether real and complex leaves hold no NaN and no infinity."""
     arrays = map(np.asarray, leaves)
     return all(

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from functavg import trees
 from functavg.combinators import Every, SkipNonFinite
 from functavg.nn import buffers, pairing
+from functavg.nn.attaching import Attachment, attach
 from functavg.nn.beside import Beside
-from functavg.nn.copying import overwritten, twin
+from functavg.nn.copying import copy_model
 from functavg.nn.counting import HostCount
-from functavg.nn.functions import MultiAvgFn
-from functavg.nn.precision import WideValues
+from functavg.nn.derived import drop_derived_values
+from functavg.nn.master_copies import MasterCopies
+from functavg.nn.overwriting import overwrite_
 from functavg.nn.saving import SavedAverage
-from functavg.nn.writing import write
-from functavg.plan import Lerp, checked
-from functavg.rules.base import AveragingRule, WeightRule, planned
+from functavg.nn.writing import exchange, write
+from functavg.plan import Lerp, check_plan
+from functavg.rules.base import AveragingRule, WeightRule, plan_update
 from functavg.rules.functions import AvgFn
 from functavg.rules.swa import SWA
 from functavg.state import AverageState, Count
+
+M = TypeVar("M", bound=Module)
 
 
 class AveragedModel(SavedAverage):
@@ -89,15 +94,15 @@ class AveragedModel(SavedAverage):
         self.multi_avg_fn = multi_avg_fn
         self.use_buffers = use_buffers
         self._rule = rule
-        self._wide = WideValues(dtype)
+        self._masters = MasterCopies(dtype)
         self._count = HostCount()
         with torch.inference_mode(False), torch.no_grad():
-            self.module = twin(model, device) if module is None else overwritten(module, model)
+            self.module = copy_model(model, device) if module is None else overwrite_(module, model)
             if module is not None and device is not None:
                 self.module = self.module.to(device)
-            self._wide.narrow(self._averaged().values())
+            self._masters.narrow(self._averaged().values())
             self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.int64, device=device))
-        self._beside = Beside(self.rule, self._wide.get(self._averaged()))
+        self._beside = Beside(self.rule, self._masters.get_named(self._averaged()))
         self._hook_saving()
 
     @property
@@ -109,7 +114,7 @@ class AveragedModel(SavedAverage):
             return own
         if fn is None:
             return SWA()
-        return AvgFn(fn) if self.multi_avg_fn is None else MultiAvgFn(self.multi_avg_fn)
+        return AvgFn(fn, grouped=self.multi_avg_fn is not None)
 
     @property
     def state(self) -> AverageState[Any]:
@@ -132,76 +137,49 @@ class AveragedModel(SavedAverage):
         Raises:
             TypeError, ValueError: the model does not fit; the message names the parameters. Nothing was changed then.
         """
-        with torch.inference_mode(False), torch.no_grad():
-            carry_out = self._checked_in_step(model, steps)
-            if carry_out is None:
-                pairing.reshard(model)
-                pairing.reshard(self.module)
-                found = pairing.pairs(self.module, model)
-                copies = buffers.divide(found, self.use_buffers)
-                carry_out = self._checked(found.averages, found.news, copies, steps)
-            carry_out()
-
-    def _checked_in_step(self, model: Module, steps: Count) -> Callable[[], None] | None:
-        """Return the function that updates without spelling names, None where a rule or an error needs them."""
-        if self.use_buffers or not _is_blind_to_names(self.rule):
-            return None
-        found = pairing.in_step(self.module, model)
-        if found is None:
-            return None
-        mine, theirs = found
-        copies = buffers.Copies(mine.buffers, theirs.buffers)
-        try:
-            return self._checked(dict(enumerate(mine.parameters)), dict(enumerate(theirs.parameters)), copies, steps)
-        except (TypeError, ValueError):  # nothing was changed; the way by name can say where
-            return None
-
-    def _checked(
-        self, averages: dict[Any, Tensor], news: dict[Any, Tensor], copies: buffers.Copies, steps: Count
-    ) -> Callable[[], None]:
-        """Plan and check an update of these tensors; return the function that carries it out.
-
-        Raises:
-            TypeError, ValueError: the model does not fit.
-        """
-        replacements = buffers.replacements(copies, self._device)
-        copy = checked(Lerp(copies.averages, copies.news, 1.0), inplace=True)
-        values = self._wide.get(averages)
-        before = self._beside.state(self._count.read(self.n_averaged), values)
-        plan = planned(self.rule, news, before, steps)
+        pairs = pairing.pair(self.module, model)
+        copies = buffers.split_buffers(pairs, self.use_buffers)
+        rule = self.rule
+        masters = self._masters.get(pairs.averages)
+        as_tree = _as_list if _is_blind_to_names(rule) else _as_dict
+        averages = as_tree(masters, pairs)
+        before = self._beside.state(self._count.read(self.n_averaged), averages)
+        plan = plan_update(rule, as_tree(pairs.news, pairs), before, steps)
         step = plan.average
-        is_wide = values is not averages
-        rounds = isinstance(step, Lerp) and step.old is values
-        if is_wide and rounds:
-            plan = plan._replace(average=replace(step, narrow=averages))
-        write = checked(plan, inplace=True)
+        rounds = masters is not pairs.averages and isinstance(step, Lerp) and step.old is averages
+        if rounds:
+            plan = plan._replace(average=replace(step, roundings=as_tree(pairs.averages, pairs)))
+        commit = check_plan(plan, inplace=True)
+        commit_buffers = buffers.check_copies(copies, self._device)
+        after = commit()
+        commit_buffers()
+        self._beside.keep(after)
+        self._set_count(after.count)
+        if rounds or step is averages:
+            self._masters.keep(pairs.averages, masters)
+        elif masters is not pairs.averages:
+            self._masters.write_(pairs.averages, masters)
+        drop_derived_values()
 
-        def carry_out() -> None:
-            after = write()
-            copy()
-            for replacement in replacements:
-                replacement.carry_out()
-            self._beside.keep(after)
-            self.n_averaged = self._count.write(self.n_averaged, after.count)
-            if is_wide and (rounds or step is before.average):
-                self._wide.keep(averages, values)
-            elif is_wide:
-                self._wide.write(averages, values)
-
-        return carry_out
-
-    def attach(self, optimizer: Optimizer, model: Module) -> RemovableHandle:
+    def attach(self, optimizer: Optimizer | Iterable[Optimizer], model: Module) -> Attachment:
         """Average after every step of an optimizer that changed the model.
 
         Micro-batches of accumulated gradients are no steps, nor are those that a GradScaler skips because of an
         overflow. (A fused optimizer knows of an overflow on the device only; there the flag is read.)
 
+        Several optimizers that train parts of one model take one step of training together: given as a list, they are
+        followed by one update when each has stepped since the last one. (Attached one by one, each of their steps is
+        followed by an update.)
+
         Args:
-            optimizer: the optimizer whose steps to follow.
-            model: the model that it trains.
+            optimizer: the optimizer whose steps to follow, bare or as a launcher has wrapped it, or a list of them.
+            model: the model that they train.
 
         Returns:
             A handle whose ``remove()`` ends it.
+
+        Raises:
+            TypeError: the arguments are swapped, or the optimizer is none or has no hooks; nothing was attached.
 
         Example:
             >>> import functavg, torch
@@ -214,14 +192,7 @@ class AveragedModel(SavedAverage):
             >>> averaged.n_averaged.item()
             1
         """
-
-        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            del args, kwargs
-            found_inf = getattr(optimizer, "found_inf", None)  # set by GradScaler.step around a fused step
-            if found_inf is None or not found_inf.item():
-                self.update_parameters(model)
-
-        return optimizer.register_step_post_hook(after_step)
+        return attach(self.update_parameters, optimizer, model)
 
     def copy_to(self, model: Module) -> None:
         """Copy the average into a model for good: all parameters and buffers, in the model's dtypes and devices.
@@ -232,19 +203,40 @@ class AveragedModel(SavedAverage):
             TypeError, ValueError: the model does not have these tensors; nothing was written.
         """
         if self._count.read(self.n_averaged) > 0:
-            write(model, self._wide.get(dict(pairing.tensors(self.module))))
+            write(model, self._masters.get_named(dict(pairing.tensors(self.module))))
+
+    def swapped(self, model: M, *, backup_device: int | str | torch.device | None = None) -> AbstractContextManager[M]:
+        """Compute with the average inside a ``with`` block, as ``functavg.swapped(model, averaged)`` does.
+
+        Args:
+            model: the model, in any wrapper.
+            backup_device: where to keep the training weights meanwhile. Default: where they are.
+
+        Returns:
+            A context manager that yields the model.
+        """
+        return exchange(model, self._swap_values(), backup_device)
+
+    def _swap_values(self) -> dict[str, Tensor]:
+        """Return what a swap writes into a model: the averages by name, not copies; nothing at count 0."""
+        return self._values() if self._count.read(self.n_averaged) > 0 else {}
 
     def _values(self) -> dict[str, Tensor]:
         """Return the values of the average by name, of the first where there are several; they are not copies."""
-        values = self._wide.get(self._averaged())
+        values = self._masters.get_named(self._averaged())
         distinct = {id(value): value.detach() for value in values.values()}  # what is tied stays tied
         return {name: distinct[id(value)] for name, value in values.items()}
 
     def _averaged(self) -> dict[str, Tensor]:
         """Return the tensors that are averaged, by name."""
-        found = pairing.pairs(self.module, self.module)
-        buffers.divide(found, self.use_buffers)
-        return found.averages
+        pairs = pairing.pair(self.module, self.module)
+        buffers.split_buffers(pairs, self.use_buffers)
+        return _as_dict(pairs.averages, pairs)
+
+    def _set_count(self, count: Count) -> None:
+        buffer = self._count.write(self.n_averaged, count)
+        if buffer is not self.n_averaged:
+            self.n_averaged = buffer
 
     def _device(self) -> torch.device | None:
         """Return the device of the average, None where it is on several."""
@@ -259,11 +251,13 @@ class AveragedModel(SavedAverage):
         What becomes low precision keeps its value beside it, what becomes wide takes that value back.
         """
         tensors = self._averaged()
-        before = {name: (tensors[name].dtype, value.detach()) for name, value in self._wide.get(tensors).items()}
+        before = {
+            name: (tensors[name].dtype, value.detach()) for name, value in self._masters.get_named(tensors).items()
+        }
         count = self._count.read(self.n_averaged)
         with torch.inference_mode(False), torch.no_grad():
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-            self._wide.move(self._averaged(), before, fn)
+            self._masters.move(self._averaged(), before, fn)
             self._beside.map_tensors(fn)
         # Whatever fn does to values, the count stays what it was.
         self.n_averaged = self._count.write(self.n_averaged.to(torch.int64), count)
@@ -272,8 +266,8 @@ class AveragedModel(SavedAverage):
     def to_empty(self, *, device: Any, recurse: bool = True) -> AveragedModel:
         """Move without copying values; nothing is averaged then, and the count is 0."""
         super().to_empty(device=device, recurse=recurse)
-        self._wide.clear()
-        self._beside = Beside(self.rule, self._wide.get(self._averaged()))
+        self._masters.clear()
+        self._beside = Beside(self.rule, self._masters.get_named(self._averaged()))
         self.n_averaged = self._count.write(self.n_averaged, 0)
         return self
 
@@ -282,4 +276,12 @@ def _is_blind_to_names(rule: AveragingRule) -> bool:
     """Tell whether a rule plans the same whatever the tensors are called, and keeps none of them in its memory."""
     while type(rule) in (Every, SkipNonFinite):
         rule = rule.rule  # type: ignore[attr-defined]
-    return type(rule).plan is WeightRule.plan
+    return type(rule).plan in (WeightRule.plan, AvgFn.plan)
+
+
+def _as_list(leaves: list[Tensor], pairs: pairing.Pairs) -> trees.NamedList:
+    return trees.NamedList(leaves, pairs.names)
+
+
+def _as_dict(leaves: list[Tensor], pairs: pairing.Pairs) -> dict[str, Tensor]:
+    return dict(zip(pairs.names(), leaves, strict=True))

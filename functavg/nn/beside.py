@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from functavg import trees
-from functavg.kernels import dtensor
+from functavg.identity import are_shared
+from functavg.kernels.torch import dtensor
 from functavg.rules.base import AveragingRule
-from functavg.scalars import are_shared
 from functavg.state import AverageState, Count
 
 Values = dict[str, Tensor]
@@ -35,9 +35,10 @@ class Beside:
             self._keys = _first(state.average, trees.flatten(values)[1])
             self.keep(state)
 
-    def state(self, count: Count, values: Values) -> AverageState[Any]:
+    def state(self, count: Count, values: Values | trees.NamedList) -> AverageState[Any]:
         """Return the whole state, with the values of the first average."""
-        if self.memory != ():
+        remembers = type(self.memory) is not tuple or len(self.memory) > 0
+        if remembers and isinstance(values, dict):  # a rule that gets no names remembers no tensors
             tied = are_shared(list(values.values()))
             if self._tied and not tied:
                 self._part()
@@ -125,7 +126,7 @@ def _like(value: Any, leaf: Any, path: str) -> Any:
         shape = tuple(getattr(value, "shape", ()))
         raise ValueError(f"{path} of the extra state must have shape {tuple(leaf.shape)}, got {shape}")
     if dtensor.is_sharded(leaf) and not dtensor.is_sharded(value):  # whole tensors of a full_state_dict
-        value = dtensor.distributed(value, leaf)
-    dtensor.check(leaf, value, lambda: f"{path} of the extra state")
+        value = dtensor.distribute(value, leaf)
+    dtensor.check_shards(leaf, value, lambda: f"{path} of the extra state")
     device = value.device if leaf.is_meta else leaf.device  # onto meta, no value could be loaded
     return value.detach().to(device=device, dtype=leaf.dtype, copy=True)

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
-from functavg.kernels.torch.groups import refusal
-from functavg.nn.pairing import Pairs, as_dict, is_averageable
-
-
-@dataclass
-class Replacement:
-    """A buffer to give to a module of the average."""
-
-    module: Module
-    name: str
-    buffer: Tensor | None
-    persistent: bool
-
-    def carry_out(self) -> None:
-        """Give the buffer to the module, in the place of whatever had its name."""
-        vars(self.module).pop(self.name, None)  # an attribute before it was a buffer
-        self.module.register_buffer(self.name, self.buffer, persistent=self.persistent)
-
+from functavg.kernels.torch.groups import PLAIN, kind_of, refusal
+from functavg.nn.pairing import ABSENT, Pairs, is_averageable
+from functavg.plan import Lerp, check_plan
+from functavg.trees import NamedList
 
 UseBuffers = bool | Callable[[str, Tensor], bool]
+
+_facts = operator.attrgetter("shape", "dtype", "device", "layout")
 
 
 @dataclass
@@ -39,53 +29,106 @@ class Copies:
     averages: list[Tensor] = field(default_factory=list)
     news: list[Tensor] = field(default_factory=list)
     replaced: list[tuple[str, Module, Module]] = field(default_factory=list)
+    spell: Callable[[], list[str]] = list
+    """Returns the names of the averages."""
 
 
-def divide(pairs: Pairs, use_buffers: UseBuffers) -> Copies:
-    """Move the buffers that are averaged to the tensors of ``pairs``; return the others."""
+def split_buffers(pairs: Pairs, use_buffers: UseBuffers) -> Copies:
+    """Move the buffers that are averaged to the averages of ``pairs``; return the others."""
+    if not pairs.new_buffers:
+        return Copies()
+    if not use_buffers and _fit(pairs):
+        return Copies(pairs.buffers, pairs.new_buffers, spell=lambda: [name for name, _, _ in pairs.buffer_owners()])
     copies = Copies()
+    averaged = []
+    names: list[str] = []
+    copies.spell = lambda: names
     takers: dict[int, Tensor] = {}
-    parameters = dict(zip(map(id, pairs.averages.values()), pairs.news.values(), strict=True))
-    for path, average, model in pairs.buffers:
-        name, mine = path.rpartition(".")[2], as_dict(average._buffers)
-        old, new = mine.get(name), model._buffers[name]
-        if old is None or new is None:
-            if old is not new or name not in mine:
+    parameters = dict(zip(map(id, pairs.averages), pairs.news, strict=True))
+    columns = zip(pairs.buffer_owners(), pairs.buffers, pairs.new_buffers, strict=True)
+    for index, ((path, average, model), old, new) in enumerate(columns):
+        name = path.rpartition(".")[2]
+        if old is None or old is ABSENT or new is None:
+            if old is not new:
                 copies.replaced.append((name, average, model))
         elif id(old) in parameters:  # it follows the parameter that it is
             if parameters[id(old)] is not new:
                 copies.replaced.append((name, average, model))
-        elif use_buffers and is_averageable(name, model, new) and _wanted(use_buffers, path, new):
-            pairs.averages[path], pairs.news[path] = old, new
-        elif not _can_take(old, new) or takers.setdefault(id(old), new) is not new:  # shared, and parted in the model
+        elif use_buffers and is_averageable(name, model, new) and _is_wanted(use_buffers, path, new):
+            averaged.append(index)
+        elif not _can_take(old, new) or takers.setdefault(id(old), new) is not new:  # tied, and parted in the model
             copies.replaced.append((name, average, model))
         else:
             copies.averages.append(old)
             copies.news.append(new)
+            names.append(path)
+    pairs.average_buffers(averaged)
     return copies
 
 
-def replacements(copies: Copies, device: Callable[[], torch.device | None]) -> list[Replacement]:
-    """Return copies of the buffers that the average does not have, or not in their shape.
+def check_copies(copies: Copies, find_device: Callable[[], torch.device | None]) -> Callable[[], None]:
+    """Check that buffers can be copied; return the function that does it.
 
     Args:
-        copies: what ``divide`` returned.
-        device: tells where the average lives, for buffers that it did not have; ``None``: where the model's are.
+        copies: what ``split_buffers`` returned.
+        find_device: returns the device of the average, for buffers that it did not have; ``None``: where the model's
+            are.
 
     Raises:
         TypeError: a buffer has no values to copy yet; the message names it.
     """
-    made = []
-    for name, average, model in copies.replaced:
-        old, new = average._buffers.get(name), model._buffers[name]
-        place = device() if old is None else old.device
-        if new is not None and is_lazy(new):
-            raise TypeError(f"the model's buffer {name} is uninitialised (lazy); run one forward pass first")
-        if new is not None and new.is_meta and place is not None and place.type != "meta":
-            raise TypeError(f"the model's buffer {name} is on the meta device and has no values to copy")
-        buffer = None if new is None else new.detach().clone().to(place)
-        made.append(Replacement(average, name, buffer, name not in model._non_persistent_buffers_set))
-    return made
+    replacements = [_make_replacement(*replaced, find_device) for replaced in copies.replaced]
+    steps = []
+    if copies.averages:
+        averages, news = NamedList(copies.averages, copies.spell), NamedList(copies.news, copies.spell)
+        steps.append(check_plan(Lerp(averages, news, 1.0), inplace=True))
+
+    def commit() -> None:
+        for step in steps:
+            step()
+        for replace_ in replacements:
+            replace_()
+
+    return commit
+
+
+def _make_replacement(
+    name: str, average: Module, model: Module, find_device: Callable[[], torch.device | None]
+) -> Callable[[], None]:
+    """Return the function that gives a module of the average a copy of a buffer, in the place of what had its name."""
+    old, new = average._buffers.get(name), model._buffers[name]
+    device = find_device() if old is None else old.device
+    if new is not None and is_lazy(new):
+        raise TypeError(f"the model's buffer {name} is uninitialised (lazy); run one forward pass first")
+    if new is not None and new.is_meta and device is not None and device.type != "meta":
+        raise TypeError(f"the model's buffer {name} is on the meta device and has no values to copy")
+    with torch.inference_mode(False), torch.no_grad():
+        buffer = None if new is None else new.detach().clone().to(device)
+
+    def replace_() -> None:
+        vars(average).pop(name, None)  # an attribute before it was a buffer
+        average.register_buffer(name, buffer, persistent=name not in model._non_persistent_buffers_set)
+
+    return replace_
+
+
+def _fit(pairs: Pairs) -> bool:
+    """Tell, faster than one by one, whether all buffers can be copied into those that the average has."""
+    olds, news = pairs.buffers, pairs.new_buffers
+    if not {*map(type, olds), *map(type, news)} <= PLAIN:
+        return False
+    try:
+        facts = list(map(_facts, olds))
+    except RuntimeError:  # a nested tensor has no shape
+        return False
+    keys = set(map(id, olds))
+    return (
+        facts == list(map(_facts, news))
+        and all(layout == torch.strided for *_, layout in facts)
+        and None not in map(kind_of, olds)
+        and len(keys) == len(olds)
+        and keys.isdisjoint(map(id, pairs.averages))
+    )
 
 
 def _can_take(old: Tensor, new: Tensor) -> bool:
@@ -95,5 +138,5 @@ def _can_take(old: Tensor, new: Tensor) -> bool:
     return old.shape == new.shape and torch.can_cast(new.dtype, old.dtype)
 
 
-def _wanted(use_buffers: UseBuffers, path: str, buffer: Tensor) -> bool:
+def _is_wanted(use_buffers: UseBuffers, path: str, buffer: Any) -> bool:
     return bool(use_buffers(path, buffer)) if callable(use_buffers) else use_buffers

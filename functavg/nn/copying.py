@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,57 +15,122 @@ from torch.overrides import TorchFunctionMode
 
 from functavg.kernels.torch.groups import is_partitioned
 from functavg.nn.pairing import tensors, unwrap
-from functavg.nn.writing import write
-from functavg.trees import some
+from functavg.nn.resisting import find_device, find_resisting, is_out_of_memory
+
+Share = Callable[[str, Tensor], bool]
 
 
-def twin(model: Module, device: Any = None) -> Module:
+def copy_model(model: Module, device: Any = None, share: Share | None = None) -> Module:
     """Return a deep copy of a model without its wrappers, gradients, graphs and expanded memory.
 
     Args:
         model: the model.
         device: where the copy goes, tensor by tensor. Default: where the model is.
+        share: ``share(name, tensor)`` tells which tensors the copy shares with the model instead, such as those of a
+            frozen base: they are the same objects in both, under each of their names, and so is what hangs on them (the
+            state of a quantisation). Names are those of ``named_parameters`` and ``named_buffers``, without those of
+            wrappers. Default: none.
 
     Raises:
+        ValueError: there is no such device, or a shared tensor is on another one.
+        RuntimeError: the device is not available. Where memory runs out, the error is that of the allocator.
         TypeError: a parameter is not initialised yet or not here, or a module cannot be copied; the message names it.
     """
+    if not isinstance(model, Module):
+        raise TypeError(f"model must be the torch.nn.Module to average, got {type(model).__name__}")
+    target = find_device(device)
     model = unwrap(model)
+    shared = _find_shared(model, target, share)
     for name, tensor in tensors(model):
-        if is_lazy(tensor):
-            raise TypeError(f"{name} is an uninitialised (lazy) parameter; run one forward pass before averaging")
-        if is_partitioned(tensor):
-            raise TypeError(
-                f"{name} is a placeholder of size 0, since an engine has partitioned it away; gather it first, or "
-                "shard the model by torch.distributed.fsdp.fully_shard"
-            )
-    with torch.inference_mode(False), torch.no_grad(), _PlainCopies(device):
+        if id(tensor) not in shared:
+            _check_copyable(name, tensor)
+    with torch.inference_mode(False), torch.no_grad(), _PlainCopies(target):
         try:
-            copied = copy.deepcopy(model, _without_wrappers(model))
+            memo = _make_memo(shared)
+            _copy_wrapped(model, memo)
+            copied: Module = copy.deepcopy(model, memo)
         except Exception as error:
-            name, culprit = _resisting(model)
+            if is_out_of_memory(error):
+                raise
+            where = find_resisting(model, shared) or f"the model ({type(model).__name__}): {error}"
             raise TypeError(
-                f"cannot copy {name} ({type(culprit).__name__}): {error}. Give it a __deepcopy__, remove what resists, "
-                "or pass a ready copy of the model as module="
+                f"cannot copy {where}. Give it a __deepcopy__, remove what resists, or pass a ready copy of the model "
+                "as module="
             ) from error
-        return copied if device is None else copied.to(device)  # a module may have more to do than its tensors
+    _separate_parametrizations(copied)
+    return copied if device is None else _move(copied, target, shared)
 
 
-def overwritten(module: Module, model: Module) -> Module:
-    """Return a ready copy of a model after giving it the model's values.
-
-    Raises:
-        TypeError, ValueError: it is no copy of the model, or shares memory with it; nothing was written.
-    """
-    values = dict(tensors(model))
-    theirs = set(map(id, values.values()))
-    shared = [name for name, tensor in tensors(module) if id(tensor) in theirs]
-    if shared:
-        raise ValueError(
-            f"module= shares {some(shared)} with the model, whose training an average would overwrite. "
-            "Pass a second model, such as copy.deepcopy(model)"
+def _check_copyable(name: str, tensor: Tensor) -> None:
+    if is_lazy(tensor):
+        raise TypeError(f"{name} is an uninitialised (lazy) parameter; run one forward pass before averaging")
+    if is_partitioned(tensor):
+        raise TypeError(
+            f"{name} is a placeholder of size 0, since an engine has partitioned it away; gather it first, or "
+            "shard the model by torch.distributed.fsdp.fully_shard"
         )
-    write(module, values)
-    return module
+
+
+def _find_shared(model: Module, target: torch.device | None, share: Share | None) -> dict[int, Tensor]:
+    """Return the tensors to share, by identity."""
+    if share is None:
+        return {}
+    if not callable(share):
+        raise TypeError(f"share must be a function share(name, tensor) -> bool, got {share!r}")
+    shared = {}
+    for name, tensor in tensors(model):
+        if share(name, tensor):
+            if target is not None and tensor.device != target:
+                raise ValueError(
+                    f"{name} is to be shared with the model and is on {tensor.device}, not on device={target}. "
+                    "Share it where it is, or copy it"
+                )
+            shared[id(tensor)] = tensor
+    return shared
+
+
+def _make_memo(shared: dict[int, Tensor]) -> dict[int, Any]:
+    """Return a memo for deepcopy in which shared tensors, and what hangs on them, stand for themselves."""
+    attached = [value for tensor in shared.values() for value in vars(tensor).values() if not isinstance(value, Module)]
+    return {id(value): value for value in attached} | shared
+
+
+def _copy_wrapped(model: Module, memo: dict[int, Any]) -> None:
+    """Let each wrapper inside a model stand for a copy of what it wraps, in a memo for deepcopy."""
+    for module in reversed(list(model.modules())):  # the innermost first
+        inner = unwrap(module)
+        if inner is not module:
+            memo[id(module)] = copy.deepcopy(inner, memo)
+
+
+def _separate_parametrizations(module: Module) -> None:
+    """Give parametrized parts of a copy classes of their own.
+
+    What ``parametrize.cached()`` keeps is told apart by the class of a module, which a deep copy has in common with the
+    original: the copy would compute with its weights.
+    """
+    parametrize: Any = sys.modules.get("torch.nn.utils.parametrize")
+    for part in module.modules() if parametrize is not None else ():
+        parametrizations: Any = part.parametrizations if parametrize.is_parametrized(part) else ()
+        kind, names = type(part), list(parametrizations)
+        if names and all(isinstance(vars(kind).get(name), property) for name in names):
+            part.__class__ = kind.__bases__[0]
+            parametrize._inject_new_class(part)
+            for name in names:
+                parametrize._inject_property(part, name)
+
+
+def _move(module: Module, device: torch.device | None, shared: dict[int, Tensor]) -> Module:
+    """Move a module whose tensors were copied to a device: there may be more to it. Shared tensors look away."""
+    stores: list[Any] = [store for part in module.modules() for store in (part._parameters, part._buffers)]
+    hidden = [(store, name, tensor) for store in stores for name, tensor in store.items() if id(tensor) in shared]
+    for store, name, _ in hidden:
+        store[name] = None
+    try:
+        return module.to(device)
+    finally:
+        for store, name, tensor in hidden:
+            store[name] = tensor
 
 
 class _PlainCopies(TorchFunctionMode):
@@ -116,23 +182,3 @@ def _is_expanded(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
-
-
-def _without_wrappers(model: Module) -> dict[int, Any]:
-    """Return a memo for deepcopy in which each wrapper inside the model stands for a copy of what it wraps."""
-    memo: dict[int, Any] = {}
-    for module in reversed(list(model.modules())):  # the innermost first
-        inner = unwrap(module)
-        if inner is not module:
-            memo[id(module)] = copy.deepcopy(inner, memo)
-    return memo
-
-
-def _resisting(model: Module) -> tuple[str, Module]:
-    """Return the innermost module that cannot be copied, with its name."""
-    for name, module in reversed(list(model.named_modules())):
-        try:
-            copy.deepcopy(module)
-        except Exception:  # whatever it is, it is what we look for
-            return name or "the model", module
-    return "the model", model

@@ -25,17 +25,23 @@ class HostCount:
 
     def read(self, buffer: Tensor) -> int:
         """Return the count."""
-        if not buffer.is_meta and (buffer.device.type == "cpu" or not self._is_known(buffer)):
+        if buffer.device.type == "cpu":
+            self._value = int(buffer)
+        elif not buffer.is_meta and not self._is_known(buffer):
             self._value = int(buffer)
             self._remember(buffer)
         return self._value
 
     def write(self, buffer: Tensor, count: int) -> Tensor:
         """Write the count; return the buffer, a new one where the old cannot be written to."""
-        with torch.inference_mode(False), torch.no_grad():
-            buffer = torch.full_like(buffer, count) if buffer.is_inference() else buffer.fill_(count)
+        if buffer.is_inference():
+            with torch.inference_mode(False):
+                buffer = torch.full_like(buffer, count)
+        else:
+            buffer.fill_(count)
         self._value = count
-        self._remember(buffer)
+        if buffer.device.type != "cpu":
+            self._remember(buffer)
         return buffer
 
     def _remember(self, buffer: Tensor) -> None:

@@ -1,125 +1,49 @@
-"""Averaging functions of torch's kind: those that torch names, and the rule that applies a user's."""
+"""Averaging functions of torch's kind: those that torch names, made of rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from functavg import units
+from functavg.checks import check_decay
 from functavg.functional import lerp
-from functavg.rules.base import AveragingRule
+from functavg.rules.base import WeightRule
 from functavg.rules.ema import EMA
-from functavg.rules.functions import check_callable, plan_function
 from functavg.rules.swa import SWA
 from functavg.scalars import lift
-from functavg.state import AverageState, Count, PyTree
+from functavg.state import Weight
 
 
 @dataclass(frozen=True)
-class MultiAvgFn(AveragingRule):
-    """A function of torch's kind for custom averages of many tensors in place: ``fn(averages, params, count)``.
+class RuleAvgFn:
+    """One step of a rule for one tensor; an AveragedModel averages by the ``rule`` itself."""
 
-    The first update copies. ``count`` counts models: it grows by 1 whatever ``steps`` is. The function is called once
-    for each group of averages of one dtype and device, with real and complex tensors only; integers and bools take the
-    newest value. As it takes them together, new values of another dtype or device are converted together, too: a whole
-    group of them is in memory then.
-
-    Args:
-        fn: ``fn(averages, news, count) -> None`` with two lists of tensors of the same shapes, dtype and device, the
-            first of which it writes to, and ``count`` a 0-d int64 tensor on their device.
-
-    Raises:
-        TypeError: ``fn`` is not callable, or leaves are no torch tensors.
-
-    Example:
-        >>> import functavg, torch
-        >>> rule = functavg.MultiAvgFn(lambda averages, news, count: torch._foreach_maximum_(averages, news))
-        >>> state = rule.init([torch.zeros(2)])
-        >>> for value in ([1.0, 5.0], [3.0, 2.0]):
-        ...     state = rule.update([torch.tensor(value)], state)
-        >>> state.average
-        [tensor([3., 5.])]
-
-    Source: the ``multi_avg_fn`` of torch.optim.swa_utils.AveragedModel.
-    """
-
-    fn: Callable[[list[Tensor], list[Tensor], Tensor], Any]
-
-    def __post_init__(self) -> None:
-        check_callable(self.fn, "fn")
-
-    def plan(self, params: PyTree, state: AverageState[Any], steps: Count) -> AverageState[Any]:
-        """Return the next state, its average as the intention to apply the function."""
-        del steps
-        return plan_function(self.fn, params, state, grouped=True)
-
-
-@dataclass(frozen=True)
-class EMAAvgFn:
-    """One step of an EMA for one tensor, as ``get_ema_avg_fn`` makes it; ``rule`` is the EMA that it stands for."""
-
-    decay: float
-
-    @property
-    def rule(self) -> EMA:
-        """The rule that averages as this function does."""
-        return EMA(self.decay)
+    rule: WeightRule
 
     def __call__(self, averaged: Tensor, current: Tensor, num_averaged: Tensor | int) -> Tensor:
-        """Return ``decay * averaged + (1 - decay) * current``."""
-        del num_averaged
-        return lerp(averaged, current, 1.0 - self.decay)
+        """Return ``averaged + weight * (current - averaged)``."""
+        return lerp(averaged, current, _weight(self.rule, num_averaged))
 
 
 @dataclass(frozen=True)
-class EMAMultiAvgFn:
-    """One step of an EMA for many tensors in place, as ``get_ema_multi_avg_fn`` makes it."""
+class RuleMultiAvgFn:
+    """One step of a rule for many tensors in place; an AveragedModel averages by the ``rule`` itself."""
 
-    decay: float
-
-    @property
-    def rule(self) -> EMA:
-        """The rule that averages as this function does."""
-        return EMA(self.decay)
+    rule: WeightRule
 
     def __call__(self, averaged: Sequence[Tensor], current: Sequence[Tensor], num_averaged: Tensor | int) -> None:
-        """Write ``decay * averaged + (1 - decay) * current`` into ``averaged``."""
-        del num_averaged
-        lerp(list(averaged), list(current), 1.0 - self.decay, inplace=True)
+        """Write ``averaged + weight * (current - averaged)`` into ``averaged``."""
+        lerp(list(averaged), list(current), _weight(self.rule, num_averaged), inplace=True)
 
 
-@dataclass(frozen=True)
-class SWAAvgFn:
-    """One step of an equal mean for one tensor, as ``get_swa_avg_fn`` makes it."""
-
-    @property
-    def rule(self) -> SWA:
-        """The rule that averages as this function does."""
-        return SWA()
-
-    def __call__(self, averaged: Tensor, current: Tensor, num_averaged: Tensor | int) -> Tensor:
-        """Return ``averaged + (current - averaged) / (num_averaged + 1)``."""
-        return lerp(averaged, current, 1.0 / (lift(num_averaged) + 1))
+def _weight(rule: WeightRule, num_averaged: Tensor | int) -> Weight:
+    """Return the weight of the newest model; torch's EMA never looks at the number, not even to copy the first."""
+    return rule.weight(1 if isinstance(rule, EMA) else lift(num_averaged), 1)
 
 
-@dataclass(frozen=True)
-class SWAMultiAvgFn:
-    """One step of an equal mean for many tensors in place, as ``get_swa_multi_avg_fn`` makes it."""
-
-    @property
-    def rule(self) -> SWA:
-        """The rule that averages as this function does."""
-        return SWA()
-
-    def __call__(self, averaged: Sequence[Tensor], current: Sequence[Tensor], num_averaged: Tensor | int) -> None:
-        """Write ``averaged + (current - averaged) / (num_averaged + 1)`` into ``averaged``."""
-        lerp(list(averaged), list(current), 1.0 / (lift(num_averaged) + 1), inplace=True)
-
-
-def get_ema_avg_fn(decay: float = 0.999) -> EMAAvgFn:
+def get_ema_avg_fn(decay: float = 0.999) -> RuleAvgFn:
     """Return the function that updates one tensor of an EMA: ``decay * averaged + (1 - decay) * current``.
 
     Args:
@@ -139,17 +63,17 @@ def get_ema_avg_fn(decay: float = 0.999) -> EMAAvgFn:
 
     Source: torch.optim.swa_utils.get_ema_avg_fn.
     """
-    return EMAAvgFn(units.check_decay(decay))
+    return RuleAvgFn(EMA(check_decay(decay)))
 
 
-def get_ema_multi_avg_fn(decay: float = 0.999) -> EMAMultiAvgFn:
+def get_ema_multi_avg_fn(decay: float = 0.999) -> RuleMultiAvgFn:
     """Return the function that updates many tensors of an EMA in place.
 
     Args:
         decay: the decay per update in [0, 1]. Default: 0.999.
 
     Returns:
-        A picklable ``multi_avg_fn`` for :class:`~functavg.AveragedModel` and :class:`~functavg.MultiAvgFn`.
+        A picklable ``multi_avg_fn`` for :class:`~functavg.AveragedModel` and a grouped :class:`~functavg.AvgFn`.
 
     Raises:
         TypeError: ``decay`` is no number.
@@ -164,10 +88,10 @@ def get_ema_multi_avg_fn(decay: float = 0.999) -> EMAMultiAvgFn:
 
     Source: torch.optim.swa_utils.get_ema_multi_avg_fn.
     """
-    return EMAMultiAvgFn(units.check_decay(decay))
+    return RuleMultiAvgFn(EMA(check_decay(decay)))
 
 
-def get_swa_avg_fn() -> SWAAvgFn:
+def get_swa_avg_fn() -> RuleAvgFn:
     """Return the function that updates one tensor of an equal mean.
 
     Returns:
@@ -180,14 +104,14 @@ def get_swa_avg_fn() -> SWAAvgFn:
 
     Source: torch.optim.swa_utils.get_swa_avg_fn.
     """
-    return SWAAvgFn()
+    return RuleAvgFn(SWA())
 
 
-def get_swa_multi_avg_fn() -> SWAMultiAvgFn:
+def get_swa_multi_avg_fn() -> RuleMultiAvgFn:
     """Return the function that updates many tensors of an equal mean in place.
 
     Returns:
-        A picklable ``multi_avg_fn`` for :class:`~functavg.AveragedModel` and :class:`~functavg.MultiAvgFn`.
+        A picklable ``multi_avg_fn`` for :class:`~functavg.AveragedModel` and a grouped :class:`~functavg.AvgFn`.
 
     Example:
         >>> import torch
@@ -198,4 +122,4 @@ def get_swa_multi_avg_fn() -> SWAMultiAvgFn:
 
     Source: torch.optim.swa_utils.get_swa_multi_avg_fn.
     """
-    return SWAMultiAvgFn()
+    return RuleMultiAvgFn(SWA())

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
-from functavg.kernels.torch.groups import PLAIN
 from functavg.trees import some
 
 # Wrappers by module and class, so that nothing is imported to recognise them, with the attribute that holds the model.
@@ -25,6 +24,9 @@ _FSDP2 = ("torch.distributed.fsdp", "FSDPModule")
 _SPECTRAL_NORM = ("torch.nn.utils.parametrizations", "_SpectralNorm")
 _SPECTRAL_NORM_HOOK = ("torch.nn.utils.spectral_norm", "SpectralNorm")
 
+ABSENT = object()
+"""In the place of a buffer that is not registered; one registered as None is None."""
+
 
 def unwrap(module: Module) -> Module:
     """Return the model inside all wrappers, which are known by their class and never by an attribute's name.
@@ -33,12 +35,14 @@ def unwrap(module: Module) -> Module:
         TypeError: it is a FullyShardedDataParallel, whose parameters are flat shards.
     """
     while True:
-        attribute = _wrapped_attribute(type(module))
+        kind: Any = type(module)
+        attribute = _wrapped_attribute(kind)
         if attribute is None:
             return module
         module = getattr(module, attribute)
 
 
+@functools.lru_cache(1024)
 def _wrapped_attribute(kind: type) -> str | None:
     """Return the attribute in which modules of this class hold the model that they wrap, None where they wrap none."""
     for named, attribute in _WRAPPERS.items():
@@ -52,6 +56,7 @@ def _wrapped_attribute(kind: type) -> str | None:
     return None
 
 
+@functools.lru_cache(1024)
 def _is_special(kind: type) -> bool:
     """Tell whether modules of this class have to be unwrapped or resharded before their parameters are read."""
     return _is_subclass(kind, _FSDP2) or _wrapped_attribute(kind) is not None
@@ -66,101 +71,168 @@ def reshard(model: Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
-@dataclass
+def _open(module: Module) -> Module:
+    """Return the model inside all wrappers, resharded on every level."""
+    while True:
+        if _is_instance(module, _FSDP2):
+            module.reshard()  # type: ignore[operator]
+        kind: Any = type(module)
+        attribute = _wrapped_attribute(kind)
+        if attribute is None:
+            return module
+        module = getattr(module, attribute)
+
+
 class Pairs:
-    """What an average and a model share: parameters by name, and buffers by name with the modules that have them."""
+    """The tensors of an average and of a model in columns; their names are spelled when somebody asks.
 
-    averages: dict[Any, Tensor] = field(default_factory=dict)
-    news: dict[Any, Tensor] = field(default_factory=dict)
-    buffers: list[tuple[str, Module, Module]] = field(default_factory=list)
+    Attributes:
+        averages: the parameters of the average.
+        news: those of the model, in the same order.
+        buffers: the buffers of the average that the model has by name, None where one is None, ``ABSENT`` for others.
+        new_buffers: those of the model, in the same order.
+    """
+
+    def __init__(self) -> None:
+        self.averages: list[Any] = []
+        self.news: list[Any] = []
+        self.buffers: list[Any] = []
+        self.new_buffers: list[Any] = []
+        self._parameter_spans: list[_Span] = []
+        self._buffer_spans: list[_Span] = []
+        self._unpaired: list[tuple[_Node, Any, Any]] = []
+        self._kept: list[int] | None = None  # which parameters are not None in both; None: all
+        self._averaged_buffers: list[int] = []
+
+    def names(self) -> list[str]:
+        """Return the names of ``averages``, as ``named_parameters`` and ``named_buffers`` spell them."""
+        names = [name for name, _, _ in _spell(self._parameter_spans)]
+        if self._kept is not None:
+            names = [names[index] for index in self._kept]
+        if self._averaged_buffers:
+            buffers = self.buffer_owners()
+            names += [buffers[index][0] for index in self._averaged_buffers]
+        return names
+
+    def buffer_owners(self) -> list[tuple[str, Module, Module]]:
+        """Return the name of each buffer, and the two modules that hold it."""
+        return _spell(self._buffer_spans)
+
+    def average_buffers(self, indices: list[int]) -> None:
+        """Count these buffers among the tensors that are averaged, behind the parameters."""
+        self._averaged_buffers = indices
+        self.averages += [self.buffers[index] for index in indices]
+        self.news += [self.new_buffers[index] for index in indices]
+
+    def drop_none(self) -> None:
+        """Leave out parameters that are None in both.
+
+        Raises:
+            ValueError: a parameter is missing in one of the two; the message names all of them.
+        """
+        if type(None) not in {*map(type, self.averages), *map(type, self.news)} and not self._unpaired:
+            return
+        missing: list[int] = []
+        unexpected: list[int] = []
+        kept = []
+        for index, (old, new) in enumerate(zip(self.averages, self.news, strict=True)):
+            if old is not None and new is not None:
+                kept.append(index)
+            elif old is not new:
+                (missing if new is None else unexpected).append(index)
+        spelled = [name for name, _, _ in _spell(self._parameter_spans)] if missing or unexpected else []
+        lacks, has = [spelled[index] for index in missing], [spelled[index] for index in unexpected]
+        for node, module, other in reversed(self._unpaired):
+            lacks += _parameter_names(module, _prefix(node))
+            has += _parameter_names(other, _prefix(node))
+        if lacks or has:
+            raise ValueError(
+                f"the model does not have the parameters of the average: missing {some(lacks)}; "
+                f"unexpected {some(has)}. Update from the model that the average was made of, or make a new "
+                "AveragedModel"
+            )
+        self._kept = kept
+        self.averages = [self.averages[index] for index in kept]
+        self.news = [self.news[index] for index in kept]
 
 
-@dataclass
-class Tensors:
-    """What one of two models holds that are walked in step."""
-
-    parameters: list[Any] = field(default_factory=list)
-    buffers: list[Any] = field(default_factory=list)
+_Node = tuple[Any, str]  # of the module above, None for the whole model, and the name in it
+_Span = tuple[_Node | None, list[str], Module, Module]  # names of consecutive tensors, with the modules that hold them
 
 
-def pairs(average: Module, model: Module) -> Pairs:
-    """Return the parameters and buffers of an average with those of a model.
+def pair(average: Module, model: Module) -> Pairs:
+    """Return the parameters and buffers of an average with those of a model, in the order of ``named_parameters``.
 
-    The two are walked together, name by name; nothing is remembered from one call to the next, so no parameter that
-    was assigned anew can be missed.
+    The two are walked together, module by module. Nothing is remembered from one call to the next, so no parameter that
+    was assigned anew can be missed. FSDP2 modules are resharded on the way.
 
     Raises:
         TypeError: the model is an FSDP1 model.
         ValueError: parameters are missing or unexpected; the message names them.
     """
-    walk = _Walk()
-    walk.visit(unwrap(average), unwrap(model), "")
-    if walk.missing or walk.unexpected:
-        raise ValueError(
-            f"the model does not have the parameters of the average: missing {some(walk.missing)}; "
-            f"unexpected {some(walk.unexpected)}. Update from the model that the average was made of, or make a new "
-            "AveragedModel"
-        )
-    return walk.found
+    pairs = Pairs()
+    averages, news, unpaired = pairs.averages, pairs.news, pairs._unpaired
+    seen: set[tuple[int, int]] = set()
+    ordinary: set[type] = set()  # classes of modules that are no wrappers and not sharded
+    waiting: list[tuple[_Node | None, Any, Any]] = [(None, average, model)]
+    while waiting:
+        node, module, other = waiting.pop()
+        if type(module) not in ordinary or type(other) not in ordinary:
+            module, other = _open(module), _open(other)
+            kinds: set[Any] = {type(module), type(other)}
+            ordinary |= {kind for kind in kinds if not _is_special(kind)}
+        pair = (id(module), id(other))
+        if pair in seen:
+            continue
+        seen.add(pair)
+        mine, theirs = module._parameters, other._parameters
+        if mine or theirs:
+            names = [*mine.keys()]
+            if names == [*theirs.keys()]:
+                averages += mine.values()
+                news += theirs.values()
+            else:
+                names += [name for name in as_dict(theirs) if name not in mine]
+                averages += map(as_dict(mine).get, names)
+                news += map(as_dict(theirs).get, names)
+            pairs._parameter_spans.append((node, names, module, other))
+        theirs = other._buffers
+        if theirs:  # buffers that only the average has stay as they are
+            mine, names = as_dict(module._buffers), [*theirs.keys()]
+            pairs.buffers += [mine.get(name, ABSENT) for name in names]
+            pairs.new_buffers += theirs.values()
+            pairs._buffer_spans.append((node, names, module, other))
+        mine, theirs = module._modules, other._modules
+        if mine or theirs:
+            names = [*mine.keys()]
+            if names != [*theirs.keys()]:
+                names += [name for name in as_dict(theirs) if name not in mine]
+            mine, theirs = as_dict(mine), as_dict(theirs)
+            for name in reversed(names):  # the first is to be taken first
+                ours, its = mine.get(name), theirs.get(name)
+                if ours is not None and its is not None:
+                    waiting.append(((node, name), ours, its))
+                elif ours is not its:
+                    unpaired.append(((node, name), ours, its))
+    pairs.drop_none()
+    return pairs
 
 
-def in_step(average: Module, model: Module) -> tuple[Tensors, Tensors] | None:
-    """Return the parameters and buffers of both, in one order.
-
-    This is what ``pairs`` finds, many times faster, for two models of plain tensors whose modules, parameters and
-    buffers have the same names in the same order and no wrappers; None for all others, and where a buffer of the
-    average is a parameter too. (An update that fails in step is planned once more by name. A plan for shards may talk
-    to other ranks, which would not be there to answer.)
-    """
-    try:
-        found = _found_in_step(average, unwrap(model))
-    except (KeyError, TypeError):  # scripted modules, and others that hold their tensors in their own way; FSDP1
-        return None
-    return found if found is not None and _are_counterparts(*found) else None
+def _spell(spans: list[_Span]) -> list[tuple[str, Module, Module]]:
+    return [
+        (prefix + name, module, other)
+        for node, names, module, other in spans
+        for prefix in [_prefix(node)]
+        for name in names
+    ]
 
 
-def _found_in_step(average: Module, model: Module) -> tuple[Tensors, Tensors] | None:
-    mine, theirs = Tensors(), Tensors()
-    modules, others = [average], [model]
-    parents: set[int] = set()
-    for module, other in zip(modules, others, strict=True):  # both grow on the way
-        ours, its = vars(module), vars(other)  # attributes of modules take longer
-        old, new = ours["_parameters"], its["_parameters"]
-        if old or new:
-            if [*old] != [*new]:
-                return None
-            mine.parameters += old.values()
-            theirs.parameters += new.values()
-        if its["_buffers"]:  # those that only the average has stay as they are
-            old, new = ours["_buffers"], its["_buffers"]
-            if [*old] != [*new]:
-                return None
-            mine.buffers += old.values()
-            theirs.buffers += new.values()
-        old, new = ours["_modules"], its["_modules"]
-        if old or new:
-            # A module in two places would be walked twice, and one within itself without end.
-            if [*old] != [*new] or None in old.values() or None in new.values() or id(module) in parents:
-                return None
-            parents.add(id(module))
-            modules += old.values()
-            others += new.values()
-    is_special = any(map(_is_special, {*map(type, modules), *map(type, others)}))
-    return None if is_special else (mine, theirs)
-
-
-def _are_counterparts(mine: Tensors, theirs: Tensors) -> bool:
-    """Take out what is None in both; tell whether the rest are pairs of plain tensors, no buffer a parameter too."""
-    for ours, its in ((mine.parameters, theirs.parameters), (mine.buffers, theirs.buffers)):
-        kinds = {*map(type, ours), *map(type, its)}
-        if type(None) in kinds:
-            if [tensor is None for tensor in ours] != [tensor is None for tensor in its]:
-                return False
-            for tensors in (ours, its):
-                tensors[:] = [tensor for tensor in tensors if tensor is not None]
-        if not kinds - {type(None)} <= PLAIN:
-            return False
-    return not mine.buffers or set(map(id, mine.buffers)).isdisjoint(map(id, mine.parameters))
+def _prefix(node: _Node | None) -> str:
+    prefix = ""
+    while node is not None:
+        node, name = node
+        prefix = f"{name}.{prefix}"
+    return prefix
 
 
 def tensors(model: Module) -> Iterator[tuple[str, Tensor]]:
@@ -188,55 +260,6 @@ def is_averageable(name: str, module: Module, buffer: Tensor) -> bool:
     )
 
 
-class _Walk:
-    """One walk through an average and a model together."""
-
-    def __init__(self) -> None:
-        self.found = Pairs()
-        self.missing: list[str] = []
-        self.unexpected: list[str] = []
-        self._seen: set[tuple[int, int]] = set()
-        self._wraps: dict[type, bool] = {}  # asked once for each class, as models have few classes and many modules
-
-    def visit(self, average: Module, model: Module, prefix: str) -> None:
-        """Pair what is in two modules and below them."""
-        pair = (id(average), id(model))
-        if pair in self._seen:
-            return
-        self._seen.add(pair)
-        self._pair_parameters(as_dict(average._parameters), as_dict(model._parameters), prefix)
-        for name in as_dict(model._buffers):
-            self.found.buffers.append((prefix + name, average, model))
-        children, others = as_dict(average._modules), as_dict(model._modules)
-        for name, child in children.items():
-            other = others.get(name)
-            if child is not None and other is not None:
-                self.visit(self._unwrap(child), self._unwrap(other), f"{prefix}{name}.")
-            elif child is not None:
-                self.missing += _parameter_names(child, f"{prefix}{name}.")
-        for name, other in others.items():
-            if other is not None and children.get(name) is None:
-                self.unexpected += _parameter_names(other, f"{prefix}{name}.")
-
-    def _pair_parameters(self, mine: dict[str, Any], theirs: dict[str, Any], prefix: str) -> None:
-        for name, tensor in mine.items():
-            other = theirs.get(name)
-            if tensor is not None and other is not None:
-                self.found.averages[prefix + name] = tensor
-                self.found.news[prefix + name] = other
-            elif tensor is not None:
-                self.missing.append(prefix + name)
-        for name, other in theirs.items():
-            if other is not None and mine.get(name) is None:
-                self.unexpected.append(prefix + name)
-
-    def _unwrap(self, module: Module) -> Module:
-        kind = type(module)
-        if kind not in self._wraps:
-            self._wraps[kind] = _wrapped_attribute(kind) is not None
-        return unwrap(module) if self._wraps[kind] else module
-
-
 def _tensors(module: Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
     for store in (module._parameters, module._buffers):
         for name, tensor in store.items():
@@ -247,8 +270,8 @@ def _tensors(module: Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(unwrap(child), f"{prefix}{name}.")
 
 
-def _parameter_names(module: Module, prefix: str) -> list[str]:
-    return [prefix + name for name, _ in unwrap(module).named_parameters()]
+def _parameter_names(module: Module | None, prefix: str) -> list[str]:
+    return [] if module is None else [prefix + name for name, _ in unwrap(module).named_parameters()]
 
 
 def _is_instance(value: Any, named: tuple[str, str]) -> bool:

@@ -21,7 +21,7 @@ def are_several() -> bool:
 
 
 @contextmanager
-def silent(model: Module) -> Iterator[None]:
+def without_broadcasts(model: Module) -> Iterator[None]:
     """Keep DistributedDataParallel from broadcasting buffers before a forward: a rank may have no batch to run."""
     wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     before = [wrapper.broadcast_buffers for wrapper in wrappers]
@@ -49,7 +49,7 @@ def agree(layout: list[str], device: torch.device, *, has_data: bool, failed: bo
     """
     failing = dist.get_rank() if failed else -1
     mark = zlib.crc32(repr(layout).encode())
-    verdict = torch.tensor([failing, has_data, mark, -mark], dtype=torch.int64, device=_place(device))
+    verdict = torch.tensor([failing, has_data, mark, -mark], dtype=torch.int64, device=_reducing_device(device))
     dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
     failing, any_data, largest, smallest = verdict.tolist()
     if failed:
@@ -66,15 +66,15 @@ def agree(layout: list[str], device: torch.device, *, has_data: bool, failed: bo
     return bool(any_data)
 
 
-def summed(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+def reduce_sums(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     """Return the sum of each tensor over all ranks, in float64, by one all-reduce."""
-    flat = torch.cat([tensor.to(_place(device), torch.float64).flatten() for tensor in tensors])
+    flat = torch.cat([tensor.to(_reducing_device(device), torch.float64).flatten() for tensor in tensors])
     dist.all_reduce(flat)
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def _place(device: torch.device) -> torch.device:
+def _reducing_device(device: torch.device) -> torch.device:
     """Return this device if the ranks can reduce there, else the first one where they can."""
     places = [place.partition(":")[0] for place in dist.get_backend_config().split(",")]
     return device if device.type in places else torch.device(places[0])

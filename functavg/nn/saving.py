@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel as TorchAveragedModel
 
 from functavg.nn.beside import Beside
 from functavg.nn.counting import HostCount
-from functavg.nn.precision import WideValues
+from functavg.nn.master_copies import MasterCopies
 from functavg.rules.base import AveragingRule
 
 
@@ -20,7 +20,7 @@ class SavedAverage(TorchAveragedModel):
     """The state_dict of an average: ``n_averaged``, ``module.*`` with wide values, the memory of a rule."""
 
     n_averaged: Tensor
-    _wide: WideValues
+    _masters: MasterCopies
     _count: HostCount
     _beside: Beside
     _loaded: dict[str, Tensor]
@@ -77,7 +77,7 @@ class SavedAverage(TorchAveragedModel):
         self.n_averaged = self.n_averaged.to(torch.int64)
         tensors = self._saved_tensors()
         self._loaded = {}
-        for name, value in self._wide.get(tensors).items():
+        for name, value in self._masters.get_named(tensors).items():
             new = state_dict.get(f"{prefix}module.{name}")
             if not isinstance(new, Tensor) or new.layout != torch.strided:
                 continue
@@ -119,7 +119,7 @@ def _finish_saving(averaged: SavedAverage, state_dict: dict[str, Any], prefix: s
     """Put the wide values in the place of their rounding, and leave out the memory of a rule that has none."""
     del local_metadata
     tensors = averaged._saved_tensors()
-    for name, value in averaged._wide.get(tensors).items():
+    for name, value in averaged._masters.get_named(tensors).items():
         if value is not tensors[name] and f"{prefix}module.{name}" in state_dict:
             state_dict[f"{prefix}module.{name}"] = value
     if state_dict.get(f"{prefix}_extra_state", ...) is None:
@@ -130,6 +130,5 @@ def _finish_loading(averaged: SavedAverage, incompatible_keys: Any) -> None:
     """Remember the wide values of the tensors that were loaded with their rounding."""
     del incompatible_keys
     tensors = averaged._saved_tensors()
-    for name, value in averaged._loaded.items():
-        averaged._wide.load(tensors[name], value)
+    averaged._masters.load((tensors[name], value) for name, value in averaged._loaded.items())
     averaged._loaded = {}

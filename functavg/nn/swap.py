@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,29 +14,39 @@ from torch.optim.swa_utils import AveragedModel as TorchAveragedModel
 from functavg import trees
 from functavg.nn import pairing
 from functavg.nn.averaged_model import AveragedModel
-from functavg.nn.writing import targets, write
+from functavg.nn.writing import exchange
 from functavg.scalars import is_host
 from functavg.state import AverageState
 
+M = TypeVar("M", bound=Module)
 
-@contextmanager
-def swapped(model: Module, average: TorchAveragedModel | AverageState[Any] | Mapping[str, Tensor]) -> Iterator[Module]:
+
+def swapped(
+    model: M,
+    average: Module | AverageState[Any] | Mapping[str, Tensor],
+    *,
+    backup_device: int | str | torch.device | None = None,
+) -> AbstractContextManager[M]:
     """Compute with an average inside a ``with`` block, and with the training weights again after it.
 
     The average is copied into the model's own tensors, which optimizers, hooks and compiled code go on to hold; the
-    training weights come back however the block is left. Blocks nest.
+    training weights come back however the block is left. Blocks nest. While it lasts, a swap takes the memory of the
+    tensors that are swapped once more; to compute with ``averaged.module`` takes none.
 
     Args:
         model: the model, in any wrapper.
         average: an AveragedModel (its parameters, and the buffers that it averages), the state of a functional rule,
             or ``{name: tensor}``. Tensors of the model whose names it does not have are left alone. One that has
             averaged nothing yet (count 0) changes nothing.
+        backup_device: where to keep the training weights meanwhile, such as ``"cpu"``. Default: where they are.
 
-    Yields:
-        The model.
+    Returns:
+        A context manager that yields the model.
 
     Raises:
-        TypeError, ValueError: the average does not fit the model; nothing was written.
+        TypeError, ValueError: the average does not fit the model; nothing was written. At exit: tensors were replaced
+            inside the block by others that cannot take the training weights; the message names them, and all others
+            have theirs again. An error of the block stays that error, with a note.
 
     Example:
         >>> import functavg, torch
@@ -48,23 +58,15 @@ def swapped(model: Module, average: TorchAveragedModel | AverageState[Any] | Map
         >>> model.weight.item()
         2.0
     """
-    values = _values(average)
-    pairing.reshard(model)
-    tensors, _ = targets(model, values)
-    with torch.inference_mode(False), torch.no_grad():
-        training = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    write(model, values)
-    try:
-        yield model
-    finally:
-        there = dict(pairing.tensors(model))  # a move inside may have made new tensors
-        write(model, {name: value for name, value in training.items() if name in there})
+    return exchange(model, _values(average), backup_device)
 
 
 def _values(average: Any) -> Mapping[str, Tensor]:
     """Return the values of an average by name."""
+    if isinstance(average, Module):
+        average = pairing.unwrap(average)
     if isinstance(average, AveragedModel):
-        return average._values() if average._count.read(average.n_averaged) > 0 else {}
+        return average._swap_values()
     if isinstance(average, TorchAveragedModel):
         everything = pairing.tensors(average.module) if average.n_averaged > 0 else ()
         return {name: tensor for name, tensor in everything if average.use_buffers or isinstance(tensor, Parameter)}

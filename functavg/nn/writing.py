@@ -1,16 +1,21 @@
-"""Writes averages into a model, by name."""
+"""Writes averages into a model by name, for good or for a while."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
 from functavg.functional import lerp
 from functavg.nn import pairing
+from functavg.nn.derived import drop_derived_values
 from functavg.trees import some
+
+M = TypeVar("M", bound=Module)
 
 
 def targets(model: Module, values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -19,7 +24,7 @@ def targets(model: Module, values: Mapping[str, Any]) -> tuple[dict[str, Tensor]
     Raises:
         ValueError: the model has no such tensors; the message names them.
     """
-    known = dict(pairing.tensors(model))
+    known = _name_tensors(model, values)
     unknown = [name for name in values if name not in known]
     if unknown:
         raise ValueError(
@@ -28,6 +33,15 @@ def targets(model: Module, values: Mapping[str, Any]) -> tuple[dict[str, Tensor]
         )
     distinct = {id(known[name]): name for name in reversed(list(values))}
     return {name: known[name] for name in distinct.values()}, {name: values[name] for name in distinct.values()}
+
+
+def _name_tensors(model: Module, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return the tensors of a model by name, also as its wrappers spell them if one of these names asks for it."""
+    known = dict(pairing.tensors(model))
+    if all(name in known for name in names):
+        return known
+    spelled = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    return {name: tensor for named in spelled for name, tensor in named} | known
 
 
 def write(model: Module, values: Mapping[str, Any]) -> None:
@@ -39,4 +53,66 @@ def write(model: Module, values: Mapping[str, Any]) -> None:
     pairing.reshard(model)
     tensors, news = targets(model, values)
     lerp(tensors, news, 1.0, inplace=True)
+    drop_derived_values()
     pairing.reshard(model)
+
+
+@contextmanager
+def exchange(model: M, values: Mapping[str, Any], backup_device: Any = None) -> Iterator[M]:
+    """Write values into the tensors of a model inside a ``with`` block, and what they held before after it.
+
+    Args:
+        model: the model.
+        values: the values by name.
+        backup_device: where to keep what the tensors held. Default: where each is.
+
+    Yields:
+        The model.
+
+    Raises:
+        TypeError, ValueError: a value does not fit; nothing was written. At exit: tensors of the model were replaced by
+            others that cannot take what they held; the message names them, and all others were restored. An error of
+            the block stays that error, with a note.
+    """
+    pairing.reshard(model)
+    tensors, _ = targets(model, values)
+    with torch.inference_mode(False), torch.no_grad():
+        before = {
+            name: tensor.detach().clone() if backup_device is None else tensor.detach().to(backup_device, copy=True)
+            for name, tensor in tensors.items()
+        }
+    write(model, values)
+    try:
+        yield model
+    except BaseException as error:
+        problem = _restore_(model, before)
+        if problem is not None and hasattr(error, "add_note"):  # of Python 3.11
+            error.add_note(problem)
+        raise
+    problem = _restore_(model, before)
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def _restore_(model: Module, before: Mapping[str, Tensor]) -> str | None:
+    """Give tensors what they held before, each that can take it; return a message that names the others."""
+    pairing.reshard(model)
+    there = _name_tensors(model, before)
+    values = {name: value for name, value in before.items() if name in there}
+    lost = [name for name, value in values.items() if there[name].is_meta and not value.is_meta]
+    problems = [f"{name} (it is on the meta device)" for name in lost]
+    values = {name: value for name, value in values.items() if name not in lost}
+    try:
+        write(model, values)
+    except (TypeError, ValueError):  # nothing was written, so those that fit are written one by one
+        for name, value in values.items():
+            try:
+                write(model, {name: value})
+            except (TypeError, ValueError) as error:
+                problems.append(f"{name} ({error})")
+    if not problems:
+        return None
+    return (
+        f"swapped could not give these tensors their training weights back: {some(problems)}. They were "
+        "replaced or moved inside the block; all others are restored"
+    )

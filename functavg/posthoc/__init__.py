@@ -1,7 +1,6 @@
 """Averages after training: of checkpoints, of snapshots of other averages, and of models."""
 
 from functavg.posthoc.combining import combine as combine
-from functavg.posthoc.combining import window_mean as window_mean
 from functavg.posthoc.merging import merge_coefficients as merge_coefficients
 from functavg.posthoc.soups import greedy_soup as greedy_soup
 from functavg.posthoc.synthesis import Synthesis as Synthesis

@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 from functavg import trees as structure
+from functavg.checks import check_number
 from functavg.functional import cast_like
-from functavg.plan import Lerp, copied, run
-from functavg.scalars import check_integer
+from functavg.plan import Lerp, copy_leaves, run
+from functavg.progress import Progress, check_progress, track
 from functavg.state import AverageState, PyTree, T
-from functavg.units import real
 
 CANCELLED = 1e-12
 """Weights whose sum is smaller than this, relative to that of their magnitudes, sum to zero up to rounding."""
 
 
-def combine(trees: Iterable[T], weights: Iterable[float] | None = None, *, dtype: Any = None) -> T:
+def combine(
+    trees: Iterable[T], weights: Iterable[float] | None = None, *, dtype: Any = None, progress: Progress = False
+) -> T:
     """Return the weighted mean of trees: ``sum_i weights[i] * trees[i] / sum_i weights[i]``.
 
     Weights may be negative, as those that :func:`solve` finds are: the trees of positive weight and those of negative
@@ -32,45 +34,58 @@ def combine(trees: Iterable[T], weights: Iterable[float] | None = None, *, dtype
         weights: one finite number for each tree, whose sum is not 0; they need not sum to 1. Default: all equal.
         dtype: the dtype to accumulate in, such as ``"float64"``. Default: that of the leaves, and float32 for those of
             less than 32 bits.
+        progress: ``True`` shows a bar, with rich; a function is called as ``progress(done, total)`` after each tree,
+            with a ``total`` of None if it is not known. Default: ``False``.
 
     Returns:
         The mean, in the dtypes and on the devices of the newest tree whose weight is not 0. It shares no memory with
         the trees.
 
     Raises:
-        TypeError: ``trees`` is itself a tree, a weight is no number, or a leaf is no array, named by its path.
+        TypeError: ``trees`` is itself a tree, a weight is no number, or a leaf is no array, named by its path;
+            ``progress`` is neither a bool nor callable.
         ValueError: there is no tree, not one weight for each, or weights that are not finite or sum to 0; a tree does
             not have the structure of the first, what differs is named by its path.
+        ImportError: a bar is asked for, and rich is not installed.
 
     Example:
         >>> import functavg, numpy as np
         >>> checkpoints = ({"w": np.full(2, value)} for value in (1.0, 2.0, 6.0))
         >>> functavg.posthoc.combine(checkpoints)
         {'w': array([3., 3.])}
-        >>> functavg.posthoc.combine([np.array(1.0), np.array(2.0)], [-1, 2])
-        array(3.)
+
+        With ``early`` the mean of the first ``s`` iterates of a run and ``late`` that of the first ``e``, the mean of
+        the iterates ``s + 1, ..., e`` between them, here of 2 and 3:
+
+        >>> early, late, s, e = np.array(1.0), np.array(2.0), 1, 3
+        >>> functavg.posthoc.combine([early, late], weights=[-s, e])
+        array(2.5)
 
     Source: Wortsman et al., Model soups: averaging weights of multiple fine-tuned models improves accuracy without
-    increasing inference time, 2022; Karras et al., 2024 (EDM2) for sums with negative weights.
+    increasing inference time, 2022; Karras et al., 2024 (EDM2) for sums with negative weights;
+    ``average_checkpoints_with_averaged_model`` of k2-fsa/icefall, 2022, for the mean between two.
     """
     if isinstance(trees, (Mapping, AverageState)) or not isinstance(trees, Iterable):
         raise TypeError(f"trees must be a sequence or an iterator of trees, got {type(trees).__name__}")
-    numbers = itertools.repeat(1.0) if weights is None else iter(_checked(weights))
+    check_progress(progress)
+    known = None if weights is None else _check_weights(weights)
+    numbers = itertools.repeat(1.0) if known is None else iter(known)
+    total = None if known is None or isinstance(trees, Sized) else len(known)
     means = _Means(dtype)
     newest: Any = None
-    for index, tree in enumerate(trees):
+    for index, tree in enumerate(track(trees, progress, total=total, description="trees")):
         weight = next(numbers, None)
         if weight is None:
             raise ValueError(f"weights must hold one number for each tree, got {index} for more trees")
         if weight != 0:
-            with naming(f"trees[{index}]"):
+            with name_errors(f"trees[{index}]"):
                 means.add(tree, weight)
             newest = tree
-    if weights is not None and (left := len(list(numbers))):
+    if known is not None and (left := len(list(numbers))):
         raise ValueError(f"weights must hold one number for each tree, got {left} more than trees")
     if not means.trees:
         raise ValueError("trees must hold at least one tree, got none")
-    result: T = returned(means.joined(), newest)
+    result: T = bring_back(means.join(), newest)
     return result
 
 
@@ -87,56 +102,22 @@ class _Means:
         side = self.newest = weight > 0
         self.weights[side] += weight
         if side in self.trees:
-            self.trees[side] = stepped(self.trees[side], tree, weight / self.weights[side])
+            self.trees[side] = step_(self.trees[side], tree, weight / self.weights[side])
         elif self.trees:  # a copy in the form of the other mean, which the tree has to fit
             self.trees[side] = run(Lerp(self.trees[not side], tree, 1.0))
         else:
-            self.trees[side] = copied(tree, dtype=self.dtype)
+            self.trees[side] = copy_leaves(tree, dtype=self.dtype)
 
-    def joined(self) -> PyTree:
+    def join(self) -> PyTree:
         """Return the mean of all; the two are used up."""
         if len(self.trees) == 1:
             return self.trees[self.newest]
         # Towards the side of the newest tree, from which integers then come.
         weight = self.weights[self.newest] / (self.weights[True] + self.weights[False])
-        return stepped(self.trees[not self.newest], self.trees[self.newest], weight)
+        return step_(self.trees[not self.newest], self.trees[self.newest], weight)
 
 
-def window_mean(late: T, early: T, late_count: int, early_count: int) -> T:
-    """Return the mean over a window from two running means: ``(e * late - s * early) / (e - s)``.
-
-    With ``late`` the mean of the first ``e`` iterates, ``e`` the ``late_count``, and ``early`` that of the first ``s``
-    of them, ``s`` the ``early_count``, it is the mean of the iterates ``s + 1, ..., e``. Rounding errors of the two
-    are amplified by ``(e + s) / (e - s)``.
-
-    Args:
-        late: the later mean, such as the average of an ``SWA``.
-        early: the earlier mean of the same run.
-        late_count: how many iterates (steps, where they were weighted by steps) ``late`` is the mean of.
-        early_count: likewise for ``early``, at least 0 and less than ``late_count``.
-
-    Returns:
-        The mean, in the dtypes and on the devices of ``late``, from which integers and bools are taken.
-
-    Raises:
-        TypeError: a count is no integer, or a leaf is no array.
-        ValueError: the counts are out of order, or the trees differ in structure.
-
-    Example:
-        >>> import functavg, numpy as np
-        >>> functavg.posthoc.window_mean(np.array(2.0), np.array(1.0), 3, 1)  # of 1, 2 and 3
-        array(2.5)
-
-    Source: ``average_checkpoints_with_averaged_model`` of k2-fsa/icefall, 2022.
-    """
-    early_count = check_integer(early_count, "early_count", 0)
-    late_count = check_integer(late_count, "late_count", early_count + 1)
-    weight = late_count / (late_count - early_count)
-    result: T = returned(stepped(copied(early), late, weight), late)
-    return result
-
-
-def stepped(mean: PyTree, tree: PyTree, weight: float) -> PyTree:
+def step_(mean: PyTree, tree: PyTree, weight: float) -> PyTree:
     """Return ``mean + weight * (tree - mean)``, where possible in the memory of ``mean``, which is ours."""
     try:
         return run(Lerp(mean, tree, weight), inplace=True)
@@ -145,7 +126,7 @@ def stepped(mean: PyTree, tree: PyTree, weight: float) -> PyTree:
     return run(Lerp(mean, tree, weight))
 
 
-def returned(mean: PyTree, like: PyTree) -> PyTree:
+def bring_back(mean: PyTree, like: PyTree) -> PyTree:
     """Return a mean in the dtypes and on the devices of a tree; leaves that share memory stay shared."""
     means, spec = structure.flatten(mean)
     results, _ = structure.flatten(cast_like(mean, like))
@@ -155,7 +136,7 @@ def returned(mean: PyTree, like: PyTree) -> PyTree:
 
 
 @contextlib.contextmanager
-def naming(name: str) -> Iterator[None]:
+def name_errors(name: str) -> Iterator[None]:
     """Put the name of what was wrong before the message of an error."""
     try:
         yield
@@ -164,9 +145,9 @@ def naming(name: str) -> Iterator[None]:
         raise kind(f"{name}: {error}") from error
 
 
-def _checked(weights: Iterable[float]) -> list[float]:
+def _check_weights(weights: Iterable[float]) -> list[float]:
     """Return weights as host floats."""
-    numbers = [real(weight, f"weights[{index}]") for index, weight in enumerate(weights)]
+    numbers = [check_number(weight, f"weights[{index}]") for index, weight in enumerate(weights)]
     for index, number in enumerate(numbers):
         if not math.isfinite(number):
             raise ValueError(f"weights[{index}] must be finite, got {number!r}")

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from functavg.scalars import check_integer
-from functavg.units import real
+from functavg.checks import check_integer, check_number
 
 SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda x: 1.0 - x,
@@ -51,7 +50,7 @@ def merge_coefficients(shape: str | Callable[[float], Any], n: int) -> NDArray[n
     if isinstance(shape, str) and shape not in SHAPES:
         raise ValueError(f"shape must be one of {', '.join(map(repr, SHAPES))} or a function, got {shape!r}")
     decay = SHAPES[shape] if isinstance(shape, str) else shape
-    factors = [real(decay(index / n), f"shape({index / n:g})") for index in range(n)]
+    factors = [check_number(decay(index / n), f"shape({index / n:g})") for index in range(n)]
     for index, factor in enumerate(factors):
         if not math.isfinite(factor):
             raise ValueError(f"shape({index / n:g}) must be finite, got {factor!r}")

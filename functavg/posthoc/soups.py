@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from functavg.plan import Lerp, copied, run
-from functavg.posthoc.combining import naming, returned
+from functavg.checks import check_number
+from functavg.plan import Lerp, copy_leaves, run
+from functavg.posthoc.combining import bring_back, name_errors
 from functavg.state import AverageState, T
-from functavg.units import real
 
 
 def greedy_soup(trees: Iterable[T], score: Callable[[T], Any]) -> tuple[T, list[int]]:
@@ -45,25 +45,25 @@ def greedy_soup(trees: Iterable[T], score: Callable[[T], Any]) -> tuple[T, list[
     if not callable(score):
         raise TypeError(f"score must be callable, got {score!r} of {type(score).__name__}")
     models = trees if isinstance(trees, Sequence) else list(trees)
-    scores = [_number(score(models[index]), f"score(trees[{index}])") for index in range(len(models))]
+    scores = [_check_score(score(models[index]), f"score(trees[{index}])") for index in range(len(models))]
     order = sorted((index for index, it in enumerate(scores) if it > -math.inf), key=lambda index: -scores[index])
     if not order:
         raise ValueError(f"trees must hold at least one tree with a score above -inf, got the scores {scores}")
     chosen, best = order[:1], scores[order[0]]
     newest = models[order[0]]
-    soup = copied(newest)
+    soup = copy_leaves(newest)
     for index in order[1:]:
         model = models[index]
-        with naming(f"trees[{index}]"):
+        with name_errors(f"trees[{index}]"):
             tried = run(Lerp(soup, model, 1.0 / (len(chosen) + 1)))
-        reached = _number(score(returned(tried, model)), f"score of the mean of trees {[*chosen, index]}")
+        reached = _check_score(score(bring_back(tried, model)), f"score of the mean of trees {[*chosen, index]}")
         if reached > best:
             soup, best, newest = tried, reached, model
             chosen.append(index)
-    return returned(soup, newest), chosen
+    return bring_back(soup, newest), chosen
 
 
-def _number(value: Any, name: str) -> float:
+def _check_score(value: Any, name: str) -> float:
     """Return a score as a host float, NaN as the worst."""
-    number = real(value, name)
+    number = check_number(value, name)
     return -math.inf if math.isnan(number) else number

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from functavg.checks import check_integer
 from functavg.profiles import Profile, profile
 from functavg.profiles.reading import read
 from functavg.rules.base import AveragingRule
 from functavg.rules.power import PowerEMA
 from functavg.rules.swa import SWA
-from functavg.scalars import check_integer
 
 Float64 = NDArray[np.float64]
 
@@ -49,7 +49,7 @@ def solve(snapshots: Iterable[Any], target: Any) -> Synthesis:
 
     The squared distance ``|sum_k c_k p_k - p|^2`` of the profiles is the least that is possible with
     ``sum_k c_k = 1``; ``p_k`` are the profiles of the ``snapshots``, ``p`` that of the ``target``. Any averages of one
-    run will do: of several widths, at several times, windows, and raw checkpoints (``Copy()``).
+    run will do: of several widths, at several times, windows, and raw checkpoints (``Latest()``).
 
     Snapshots and target are pairs ``(rule, steps)``, with ``steps`` what :func:`functavg.profile` takes, or profiles.
     If all are pairs of a ``PowerEMA`` or ``SWA`` and a number, their products are taken in closed form, in the limit
@@ -79,21 +79,21 @@ def solve(snapshots: Iterable[Any], target: Any) -> Synthesis:
 
     Source: Karras et al., Analyzing and Improving the Training Dynamics of Diffusion Models, 2024 (EDM2), section 3.
     """
-    items = [_checked(item, f"snapshots[{index}]") for index, item in enumerate(snapshots)]
+    items = [_check_item(item, f"snapshots[{index}]") for index, item in enumerate(snapshots)]
     if not items:
         raise ValueError("snapshots must hold at least one snapshot, got none")
-    items.append(_checked(target, "target"))
-    powers = [_power(item) for item in items]
+    items.append(_check_item(target, "target"))
+    powers = [_read_power(item) for item in items]
     if all(powers):
         gammas, times = np.array(powers, dtype=np.float64).T
-        products = _power_products(gammas, times)
-        coefficients = _least_squares(products)
+        products = _multiply_powers(gammas, times)
+        coefficients = _solve_least_squares(products)
         error = np.append(coefficients, -1.0)
         squared = float(error @ products @ error)
     else:
-        vectors = _vectors(items)
+        vectors = _read_vectors(items)
         products = np.array([[one[: len(two)] @ two[: len(one)] for two in vectors] for one in vectors])
-        coefficients = _least_squares(products)
+        coefficients = _solve_least_squares(products)
         missing = np.zeros(max(map(len, vectors)))
         for coefficient, vector in zip([*coefficients, -1.0], vectors, strict=True):
             missing[: len(vector)] += coefficient * vector
@@ -101,7 +101,7 @@ def solve(snapshots: Iterable[Any], target: Any) -> Synthesis:
     return Synthesis(coefficients, math.sqrt(max(squared, 0.0) / products[-1, -1]))
 
 
-def _checked(item: Any, name: str) -> Profile | tuple[AveragingRule, Any]:
+def _check_item(item: Any, name: str) -> Profile | tuple[AveragingRule, Any]:
     if isinstance(item, Profile):
         return item
     if isinstance(item, Sequence) and len(item) == 2 and isinstance(item[0], AveragingRule):
@@ -110,14 +110,14 @@ def _checked(item: Any, name: str) -> Profile | tuple[AveragingRule, Any]:
     raise TypeError(f"{name} must be a Profile or a pair (rule, steps), got {item!r}")
 
 
-def _power(item: Any) -> tuple[float, float] | None:
+def _read_power(item: Any) -> tuple[float, float] | None:
     """Return exponent and time of a power function, None of anything else."""
     if isinstance(item, Profile) or not isinstance(item[0], (PowerEMA, SWA)) or not isinstance(item[1], int):
         return None
     return item[0].gamma if isinstance(item[0], PowerEMA) else 0.0, float(item[1])
 
 
-def _power_products(gammas: Float64, times: Float64) -> Float64:
+def _multiply_powers(gammas: Float64, times: Float64) -> Float64:
     """Return the integrals of the products of power functions ``(g + 1) t^g / T^(g + 1)``."""
     ratio = np.divide.outer(times, times)  # row over column: the shorter one's time stands above
     shorter = np.minimum(ratio, 1 / ratio) ** np.where(ratio < 1, gammas[None, :], gammas[:, None])
@@ -126,7 +126,7 @@ def _power_products(gammas: Float64, times: Float64) -> Float64:
     return products
 
 
-def _vectors(items: Sequence[Any]) -> list[Float64]:
+def _read_vectors(items: Sequence[Any]) -> list[Float64]:
     """Return the weights of each, that of the initial model first; a rule runs once, whatever times are asked for."""
     profiles: list[Any] = list(items)
     runs: dict[AveragingRule, dict[int, Any]] = {}
@@ -139,7 +139,7 @@ def _vectors(items: Sequence[Any]) -> list[Float64]:
                 profiles[index] = profile(rule, steps)
     for rule, found in runs.items():
         times = sorted(found)
-        found.update(zip(times, read(rule, [1] * times[-1], times), strict=True))
+        found.update(zip(times, read(rule, np.ones(times[-1], np.int64), times), strict=True))
     for index, item in enumerate(profiles):
         if isinstance(item, tuple):
             profiles[index] = runs[item[0]][item[1]]
@@ -159,7 +159,7 @@ def _vectors(items: Sequence[Any]) -> list[Float64]:
     return [np.concatenate([[it.initial], it.weights]) for it in profiles]
 
 
-def _least_squares(products: Float64) -> Float64:
+def _solve_least_squares(products: Float64) -> Float64:
     """Return the coefficients, summing to 1, that bring all but the last closest to the last.
 
     They are found as a correction to the nearest one. So a target that was tracked is taken as it is.

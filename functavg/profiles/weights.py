@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,8 @@ class Profile:
     distribution ``q_i = p_i / total``, ``total = sum_i p_i``.
 
     Attributes:
-        weights: float64, one weight an update, the oldest first. Together with ``initial`` they sum to 1, unless a
-            function of the user's does not keep constants.
+        weights: float64, one weight an update, the oldest first. Together with ``initial`` they sum to 1, if the
+            average keeps constants, as those of rules do.
         times: the step at which each iterate was averaged in, the sum of the gaps so far; of the shape of ``weights``.
         initial: the weight left on the model that the average started from. Default: 0.
         name: what was averaged by, for tables and plots. Default: ``"average"``.
@@ -40,7 +40,7 @@ class Profile:
         >>> import functavg
         >>> ema = functavg.profile(functavg.EMA(0.9), 1000)
         >>> print(ema)
-        EMA(decay=0.9, debias=False) after 1000 steps
+        EMA(decay=0.9, debias=False, start='copy') after 1000 steps
           mean age            9 steps
           std                 9.487 steps
           sigma_rel           0.009487
@@ -55,6 +55,7 @@ class Profile:
 
     weights: NDArray[np.float64]
     times: NDArray[np.int64]
+    _: KW_ONLY
     initial: float = 0.0
     name: str = "average"
 
@@ -89,13 +90,13 @@ class Profile:
     def mean_age(self) -> float:
         """``m = sum_i q_i (T - t_i)``, in steps: how old the average is; 0 for the newest iterate itself."""
         ages = float(self.weights @ (self.times[-1] - self.times).astype(np.float64))
-        return self._divided(ages + self.initial * self.steps)
+        return self._divide(ages + self.initial * self.steps)
 
     @cached_property
     def std(self) -> float:
         """``sqrt(sum_i q_i (T - t_i - m)^2)``, in steps; NaN where negative weights leave no variance."""
         squares = float(self.weights @ (self.times[-1] - self.times - self.mean_age) ** 2)
-        variance = self._divided(squares + self.initial * (self.steps - self.mean_age) ** 2)
+        variance = self._divide(squares + self.initial * (self.steps - self.mean_age) ** 2)
         return math.sqrt(variance) if variance >= 0 else math.nan
 
     @property
@@ -116,7 +117,7 @@ class Profile:
         squares = float(self.weights @ self.weights) + self.initial**2
         return self.total**2 / squares if squares else math.nan
 
-    def _divided(self, value: float) -> float:
+    def _divide(self, value: float) -> float:
         return value / self.total if self.total else math.nan
 
     def plot(self, ax: Axes | None = None, **options: Any) -> Axes:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from functavg import trees
-from functavg.plan import Lerp, copied, run
-from functavg.scalars import beside, check_count, is_host, lift, written
+from functavg.checks import check_count, check_state
+from functavg.counts import write_counts_
+from functavg.plan import Lerp, copy_leaves, run
+from functavg.rules.growth import grow_state
+from functavg.scalars import is_host, lift
 from functavg.state import AverageState, Count, PyTree, T, Weight
 
 
@@ -47,10 +49,10 @@ class AveragingRule(ABC):
             TypeError: a leaf cannot be averaged (sparse, quantised, no array), named by its path.
             ValueError: ``dtype`` cannot hold an average.
         """
-        return AverageState(0, copied(params, dtype=dtype, device=device), ())
+        return AverageState(0, copy_leaves(params, dtype=dtype, device=device), ())
 
     @abstractmethod
-    def plan(self, params: PyTree, state: AverageState[Any], steps: Count) -> AverageState[Any]:
+    def plan(self, params: PyTree, state: AverageState[Any], /, steps: Count) -> AverageState[Any]:
         """Return the next state, in which what changes is an intention (see ``functavg.plan``). Touches no array.
 
         Args:
@@ -80,58 +82,35 @@ class AveragingRule(ABC):
             TypeError, ValueError: the params do not fit the state, or an argument is out of range. Nothing was
                 changed then.
         """
-        result: AverageState[T] = run(planned(self, params, state, steps), inplace=inplace)
-        return result if not inplace or is_host(state.count) else _counted_in_place(state, result)
+        result: AverageState[T] = run(plan_update(self, params, state, steps), inplace=inplace)
+        return result if not inplace or is_host(state.count) else write_counts_(state, result)
 
+    def extend(self, params: T, state: AverageState[Any], /) -> AverageState[T]:
+        """Return the state grown to params that have more leaves, such as those of a new block or an adapter.
 
-def planned(rule: AveragingRule, params: PyTree, state: AverageState[Any], steps: Count) -> AverageState[Any]:
-    """Return the plan of one update after checking its arguments, without carrying it out.
+        It is ``init(params)`` with every leaf that the old state has, by path. New leaves start from the params and
+        share the clock, but for a ``Partition``, which gives them that of their label.
 
-    Raises:
-        TypeError, ValueError: an argument is none of the kind, or out of range.
-    """
-    if not isinstance(state, AverageState):
-        swapped = " (are `params` and `state` swapped?)" if isinstance(params, AverageState) else ""
-        raise TypeError(f"update(params, state): state must be an AverageState, got {type(state).__name__}{swapped}")
-    if isinstance(params, AverageState):
-        raise TypeError("update(params, state): params must be a tree of arrays, got an AverageState")
-    state = state._replace(count=check_count(state.count, "state.count", 0))
-    return rule.plan(params, state, check_count(steps, "steps", 1))
+        Args:
+            params: the params with all leaves, the old ones in their old shapes.
+            state: the state to grow.
 
+        Returns:
+            The grown state; leaves that the old one has are the same arrays.
 
-def _counted_in_place(before: AverageState[T], after: AverageState[T]) -> AverageState[T]:
-    """Return the state ``after`` with its counts in the memory of those ``before``, where they can be written to.
+        Raises:
+            TypeError: ``state`` is no AverageState, or a new leaf cannot be averaged.
+            ValueError: a leaf of the old state would vanish or change its shape.
 
-    They come last: whatever fails has left the count as it was.
-    """
-    olds, old_spec = trees.flatten(before.memory)
-    news, spec = trees.flatten(after.memory)
-    by_path = dict(zip(old_spec.paths(), olds, strict=True))  # a memory that was loaded may have other containers
-    pairs = [(by_path.get(path), new) for path, new in zip(spec.paths(), news, strict=True)]
-    takers: dict[int, Any] = {}  # of two counts that were one and are no longer, the first takes its memory
-    *memory, count = [
-        written(old, new) if takers.setdefault(id(old), new) is new else new
-        for old, new in [*pairs, (before.count, after.count)]
-    ]
-    return AverageState(count, after.average, trees.unflatten(spec, memory))
-
-
-def divided(rule: AveragingRule, state: AverageState[Any], least: int = 0) -> tuple[Count, Any]:
-    """Return the two parts of a memory: a count of the rule's own, made of the kind of the state's, and the rest.
-
-    Raises:
-        TypeError, ValueError: the state was made by another rule.
-    """
-    memory = state.memory
-    if not (isinstance(memory, (tuple, list)) and len(memory) == 2):
-        raise foreign(rule, f"a memory of two parts, got {type(memory).__name__}")
-    return beside(check_count(memory[0], "state.memory[0]", least), state.count), memory[1]
-
-
-def foreign(rule: AveragingRule, problem: str) -> ValueError:
-    """Return the error for a state that another rule made."""
-    name = type(rule).__name__
-    return ValueError(f"state is none of {name}: expected {problem}. Pass what {name}(...).init or .update returned")
+        Example:
+            >>> import functavg, numpy as np
+            >>> rule = functavg.EMA(0.9)
+            >>> state = rule.update({"a": np.ones(1)}, rule.init({"a": np.zeros(1)}))
+            >>> rule.extend({"a": np.zeros(1), "b": np.zeros(1)}, state)
+            AverageState(count=1, average={'a': array([1.]), 'b': array([0.])}, memory=())
+        """
+        _check_order(params, state, "extend(params, state)")
+        return grow_state(state, self.init(params))
 
 
 class WeightRule(AveragingRule):
@@ -160,7 +139,39 @@ class WeightRule(AveragingRule):
             steps: steps since the last update, likewise.
         """
 
-    def plan(self, params: PyTree, state: AverageState[Any], steps: Count) -> AverageState[Any]:
+    def plan(self, params: PyTree, state: AverageState[Any], /, steps: Count) -> AverageState[Any]:
         """Return the next state, its average as the intention ``Lerp(average, params, weight)``."""
         weight = self.weight(lift(state.count), lift(steps))
         return AverageState(state.count + steps, Lerp(state.average, params, weight), state.memory)
+
+
+def plan_update(rule: AveragingRule, params: PyTree, state: AverageState[Any], /, steps: Count) -> AverageState[Any]:
+    """Check the arguments of one update and return its plan, without carrying it out.
+
+    Raises:
+        TypeError, ValueError: an argument is of another kind, or out of range.
+    """
+    _check_order(params, state, "update(params, state)")
+    state = state._replace(count=check_count(state.count, "state.count", 0))
+    return rule.plan(params, state, check_count(steps, "steps", 1))
+
+
+def check_rule(rule: Any, name: str = "rule") -> AveragingRule:
+    """Return ``rule`` if it is one.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(rule, AveragingRule):
+        return rule
+    advice = f"; pass an instance: {rule.__name__}(...)" if isinstance(rule, type) else ""
+    got = f"{rule!r} of {type(rule).__name__}"
+    raise TypeError(f"{name} must be an AveragingRule such as EMA(0.999), got {got}{advice}")
+
+
+def _check_order(params: PyTree, state: Any, call: str) -> None:
+    """Raise a TypeError unless the state is one and the params are none."""
+    if isinstance(params, AverageState):
+        swapped = "" if isinstance(state, AverageState) else "; `params` and `state` are swapped"
+        raise TypeError(f"{call}: params must be a tree of arrays, got an AverageState{swapped}")
+    check_state(state, call)

@@ -1,4 +1,4 @@
-"""Rules without memory of the past, and without a future."""
+"""The newest iterate, and what `init` saw."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from functavg.state import Weight
 
 
 @dataclass(frozen=True)
-class Copy(WeightRule):
+class Latest(WeightRule):
     """The newest iterate: weight 1.
 
     Example:
         >>> import functavg, numpy as np
-        >>> functavg.Copy().update(np.ones(2), functavg.Copy().init(np.zeros(2))).average
+        >>> functavg.Latest().update(np.ones(2), functavg.Latest().init(np.zeros(2))).average
         array([1., 1.])
     """
 
@@ -26,7 +26,7 @@ class Copy(WeightRule):
 
 @dataclass(frozen=True)
 class Freeze(WeightRule):
-    """What ``init`` saw, for ever: weight 0, the first update included.
+    """The params that ``init`` saw: weight 0, the first update included.
 
     Example:
         >>> import functavg, numpy as np

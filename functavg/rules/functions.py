@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from functavg.checks import check_callable
 from functavg.plan import Apply, Lerp
 from functavg.rules.base import AveragingRule, WeightRule
 from functavg.scalars import is_host
@@ -43,18 +44,24 @@ class WeightFn(WeightRule):
 
 @dataclass(frozen=True)
 class AvgFn(AveragingRule):
-    """A function of torch's kind for custom averages, leaf by leaf: ``average = fn(average, params, count)``.
+    """A function of torch's kind for custom averages: ``average = fn(average, params, count)``.
 
     The first update copies. ``count`` counts models: it grows by 1 whatever ``steps`` is. The function sees real and
     complex leaves only; integers and bools take the newest value.
 
+    A ``grouped`` function takes torch tensors together: it is called once for each group of averages of one dtype and
+    device, and writes to them in place. New values of another dtype or device are converted together, too: a whole
+    group of them is in memory then.
+
     Args:
-        fn: ``fn(average, new, count) -> average`` with two arrays of one shape and dtype; for torch tensors ``count``
-            is a 0-d int64 tensor on their device.
+        fn: ``fn(average, new, count) -> average`` with two arrays of one shape and dtype; ``grouped``:
+            ``fn(averages, news, count)`` with two lists of tensors of the same shapes, dtype and device, the first of
+            which it writes to. For torch tensors ``count`` is a 0-d int64 tensor on their device.
+        grouped: whether ``fn`` takes lists of tensors and works in place. Default: ``False``.
 
     Raises:
-        TypeError: ``fn`` is not callable.
-        ValueError: ``fn`` returned something of another shape.
+        TypeError: ``fn`` is not callable. At ``update``: leaves are no torch tensors, where ``grouped``.
+        ValueError: at ``update``, ``fn`` returned something of another shape.
 
     Example:
         >>> import functavg, numpy as np
@@ -64,31 +71,28 @@ class AvgFn(AveragingRule):
         ...     state = rule.update(np.asarray(value), state)
         >>> state.average
         array([3., 5.])
+        >>> import torch
+        >>> rule = functavg.AvgFn(lambda averages, news, count: torch._foreach_maximum_(averages, news), grouped=True)
+        >>> state = rule.init([torch.zeros(2)])
+        >>> for value in ([1.0, 5.0], [3.0, 2.0]):
+        ...     state = rule.update([torch.tensor(value)], state)
+        >>> state.average
+        [tensor([3., 5.])]
 
-    Source: the ``avg_fn`` of torch.optim.swa_utils.AveragedModel.
+    Source: the ``avg_fn`` and ``multi_avg_fn`` of torch.optim.swa_utils.AveragedModel.
     """
 
-    fn: Callable[[Any, Any, Any], Any]
+    fn: Callable[..., Any]
+    _: KW_ONLY
+    grouped: bool = False
 
     def __post_init__(self) -> None:
         check_callable(self.fn, "fn")
 
-    def plan(self, params: PyTree, state: AverageState[Any], steps: Count) -> AverageState[Any]:
-        """Return the next state, its average as the intention to apply the function."""
+    def plan(self, params: PyTree, state: AverageState[Any], /, steps: Count) -> AverageState[Any]:
+        """Return the next state, its average as the intention to copy the first model, then to apply the function."""
         del steps
-        return plan_function(self.fn, params, state)
-
-
-def plan_function(
-    fn: Callable[..., Any], params: PyTree, state: AverageState[Any], *, grouped: bool = False
-) -> AverageState[Any]:
-    """Return the plan of a rule that counts models: copy the first one, then apply a function."""
-    if is_host(state.count) and state.count == 0:
-        return AverageState(1, Lerp(state.average, params, 1.0), state.memory)
-    return AverageState(state.count + 1, Apply(state.average, params, state.count, fn, grouped), state.memory)
-
-
-def check_callable(fn: Any, name: str) -> None:
-    """Raise a TypeError unless ``fn`` can be called."""
-    if not callable(fn):
-        raise TypeError(f"{name} must be callable, got {fn!r} of {type(fn).__name__}")
+        if is_host(state.count) and state.count == 0:
+            return AverageState(1, Lerp(state.average, params, 1.0), state.memory)
+        step = Apply(state.average, params, state.count, self.fn, self.grouped)
+        return AverageState(state.count + 1, step, state.memory)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from functavg.plan import Lerp, copied
-from functavg.rules.base import AveragingRule, divided, foreign
-from functavg.scalars import check_integer, lift, maximum, where
+from functavg.checks import check_integer
+from functavg.plan import Lerp, copy_leaves
+from functavg.rules.base import AveragingRule
+from functavg.rules.memory import split_memory, state_mismatch
+from functavg.scalars import lift, maximum, where
 from functavg.state import AverageState, Count, PyTree, T
 
 
@@ -47,24 +49,24 @@ class LAWA(AveragingRule):
         object.__setattr__(self, "window", check_integer(self.window, "window", 1))
 
     def init(self, params: T, /, *, dtype: Any = None, device: Any = None) -> AverageState[T]:
-        ring = tuple(copied(params, dtype=dtype, device=device) for _ in range(self.window))
+        ring = tuple(copy_leaves(params, dtype=dtype, device=device) for _ in range(self.window))
         return super().init(params, dtype=dtype, device=device)._replace(memory=(0, ring))
 
-    def plan(self, params: PyTree, state: AverageState[Any], steps: Count) -> AverageState[Any]:
-        """Return the next state: a chain of steps over the ring towards the mean, and the params in the oldest's place.
+    def plan(self, params: PyTree, state: AverageState[Any], /, steps: Count) -> AverageState[Any]:
+        """Return the next state: the average as a chain of steps over the ring, and the ring with the oldest replaced.
 
-        The chain reads the params in place of the iterate that leaves, so the two may be carried out in any order.
+        The chain reads the params instead of the oldest iterate, so the two may be committed in either order.
         """
-        seen, ring = divided(self, state)
+        seen, ring = split_memory(self, state)
         if len(ring) != self.window:
-            raise foreign(self, f"a window of {self.window} iterates, got {len(ring)}")
-        place = seen % self.window
+            raise state_mismatch(self, f"a window of {self.window} iterates, got {len(ring)}")
+        oldest = seen % self.window
         average, terms = state.average, 0
         for index, iterate in enumerate(ring):
-            stays = (index < seen) & (index != place)
+            stays = (index < seen) & (index != oldest)
             terms = terms + stays
             average = Lerp(average, iterate, where(stays, 1.0 / maximum(lift(terms), 1), 0.0))
-        # The params come last: of integers, a chain leaves the newest.
+        # The params come last, as integers take the newest value.
         average = Lerp(average, params, 1.0 / (lift(terms) + 1))
-        ring = tuple(Lerp(iterate, params, where(index == place, 1.0, 0.0)) for index, iterate in enumerate(ring))
+        ring = tuple(Lerp(iterate, params, where(index == oldest, 1.0, 0.0)) for index, iterate in enumerate(ring))
         return AverageState(state.count + steps, average, (seen + 1, ring))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from functavg import units
+from functavg.checks import check_at_least
 from functavg.rules.base import WeightRule
 from functavg.scalars import expm1, log1p
 from functavg.state import Weight
@@ -37,10 +37,7 @@ class PowerEMA(WeightRule):
     gamma: float
 
     def __post_init__(self) -> None:
-        gamma = units.real(self.gamma, "gamma")
-        if not 0.0 <= gamma < math.inf:
-            raise ValueError(f"gamma must be finite and at least 0, got {self.gamma!r}")
-        object.__setattr__(self, "gamma", gamma)
+        object.__setattr__(self, "gamma", check_at_least(self.gamma, "gamma", 0))
 
     @classmethod
     def from_sigma_rel(cls, sigma_rel: float) -> PowerEMA:

@@ -1,17 +1,15 @@
 """Decays that depend on the clock, for ``EMA(decay)`` and, where a decay is meant per update, for ``WeightFn``.
 
-A schedule is a function of ``u = n + D >= 1``, the clock after this update, in steps. It is a frozen dataclass: it
-prints as the call that makes it, compares, hashes and pickles. It computes with host numbers, 0-d tensors and traced
-values alike.
+A schedule is a function of ``u = n + D >= 1``, the clock after this update, in steps: ``schedule(u)`` is the decay and
+``schedule.rate(u)`` is ``1 - decay``, formed without cancellation, from which weights are computed. It is a frozen
+dataclass: it prints as the call that makes it, compares, hashes and pickles. It computes with host numbers, 0-d tensors
+and traced values alike.
 
-``complement(u)`` is ``1 - d(u)``, formed without cancellation. In float32 a decay of about 0.99999 leaves a difference
-from 1 that is off by up to 0.3 %; so where the clock is on a device, weights are computed from the complement. A
-schedule of your own may have the method, too.
-
-An ``EMA`` trusts a schedule from the first update on: where ``decay(1)`` is not 0, what ``init`` saw stays in the
-average with the weight ``decay(1) decay(2) ...``. ``After(decay, 1)`` copies at the first update.
+An ``EMA`` takes what ``init`` saw for the iterate before the first one: where ``decay(1)`` is not 0, that stays in the
+average with the weight ``decay(1) decay(2) ...``. ``EMA(decay, start="copy")`` copies at the first update instead.
 """
 
+from functavg.schedules.base import Schedule as Schedule
 from functavg.schedules.clocks import After as After
 from functavg.schedules.clocks import PerUpdate as PerUpdate
 from functavg.schedules.clocks import Stretched as Stretched
@@ -32,6 +30,7 @@ __all__ = [
     "InversePower",
     "Linear",
     "PerUpdate",
+    "Schedule",
     "Stretched",
     "TFWarmup",
 ]

@@ -6,22 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from functavg.scalars import (
-    check_integer,
-    check_weight,
-    is_host,
-    lift,
-    where,
-)
-from functavg.units import check_decay
+from functavg.checks import check_callable, check_integer
+from functavg.scalars import lift, where
+from functavg.schedules.base import Schedule, check_schedule, rate_of
 
 if TYPE_CHECKING:
     from functavg.state import Count, Weight
 
 
 @dataclass(frozen=True)
-class After:
-    """Nothing is remembered until ``start``, then another schedule, whose clock starts there.
+class After(Schedule):
+    """A decay of 0 until ``start``, then another schedule, whose clock starts there.
 
     ``d(u) = 0`` for ``u <= start``, so that each update copies, then ``decay(u - start)``.
 
@@ -44,25 +39,19 @@ class After:
     start: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "decay", _check_schedule(self.decay))
+        object.__setattr__(self, "decay", check_schedule(self.decay))
         object.__setattr__(self, "start", check_integer(self.start, "start", 0))
 
-    def __call__(self, u: Weight) -> Weight:
-        """Return the decay at the clock ``u``."""
-        u = lift(u)
-        # Before the start the schedule is asked at its first step and the answer dropped: it may be undefined there.
-        started = u > self.start
-        return where(started, _value(self.decay, where(started, u - self.start, 1)), 0.0)
-
-    def complement(self, u: Weight) -> Weight:
-        """Return 1 - decay at the clock ``u``, without cancellation."""
+    def rate(self, u: Weight) -> Weight:
+        """Return 1 - decay at the clock ``u``."""
         u = lift(u)
         started = u > self.start
-        return where(started, _complement(self.decay, where(started, u - self.start, 1)), 1.0)
+        # Until the start the schedule is asked for its first step, and the answer dropped: earlier it may be undefined.
+        return where(started, rate_of(self.decay, where(started, u - self.start, 1)), 1.0)
 
 
 @dataclass(frozen=True)
-class Stretched:
+class Stretched(Schedule):
     """Another schedule on a clock that ticks once in ``interval`` steps: ``d(u) = decay(u / interval)``.
 
     With ``Every(rule, k)`` and ``Stretched(decay, k)`` a schedule counts updates where it counted steps; with
@@ -86,17 +75,12 @@ class Stretched:
     interval: int
 
     def __post_init__(self) -> None:
-        if not callable(self.decay):
-            raise TypeError(f"decay must be callable, got {self.decay!r} of {type(self.decay).__name__}")
+        check_callable(self.decay, "decay")
         object.__setattr__(self, "interval", check_integer(self.interval, "interval", 1))
 
-    def __call__(self, u: Weight) -> Weight:
-        """Return the decay at the clock ``u``."""
-        return self.decay(lift(u) / self.interval)
-
-    def complement(self, u: Weight) -> Weight:
-        """Return 1 - decay at the clock ``u``, without cancellation."""
-        return _complement(self.decay, lift(u) / self.interval)
+    def rate(self, u: Weight) -> Weight:
+        """Return 1 - decay at the clock ``u``."""
+        return rate_of(self.decay, lift(u) / self.interval)
 
 
 @dataclass(frozen=True)
@@ -125,26 +109,8 @@ class PerUpdate:
     decay: float | Callable[[Any], Any]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "decay", _check_schedule(self.decay))
+        object.__setattr__(self, "decay", check_schedule(self.decay))
 
     def __call__(self, count: Count, steps: Count) -> Weight:
         """Return the weight of the newest iterate."""
-        u = count + steps
-        return 1.0 - _checked(self.decay, u) if is_host(u) else _complement(self.decay, u)
-
-
-def _value(decay: float | Callable[[Any], Any], u: Weight) -> Weight:
-    return decay(u) if callable(decay) else decay
-
-
-def _complement(decay: float | Callable[[Any], Any], u: Weight) -> Weight:
-    return decay.complement(u) if hasattr(decay, "complement") else 1.0 - _checked(decay, u)
-
-
-def _checked(decay: float | Callable[[Any], Any], u: Weight) -> Weight:
-    value = check_weight(_value(decay, u), "decay(u)")
-    return check_decay(value, "decay(u)") if is_host(value) else value
-
-
-def _check_schedule(decay: Any) -> float | Callable[[Any], Any]:
-    return decay if callable(decay) else check_decay(decay)
+        return rate_of(self.decay, count + steps)

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
-from functavg.scalars import (
-    check_integer,
-    exp,
-    expm1,
-    lift,
-    log1p,
-    maximum,
-    minimum,
-)
-from functavg.units import check_decay, check_positive, real
+from functavg.checks import check_at_least, check_decay, check_integer, check_number, check_positive
+from functavg.scalars import exp, expm1, lift, log1p, maximum, minimum
+from functavg.schedules.base import Schedule
 
 if TYPE_CHECKING:
     from functavg.state import Weight
 
 
 @dataclass(frozen=True)
-class Constant:
+class Constant(Schedule):
     """The same decay at every step, the first included: ``d(u) = decay``.
 
     ``EMA(0.999)`` copies at the first update; ``EMA(Constant(0.999))`` takes what ``init`` saw for the iterate before
@@ -47,19 +40,14 @@ class Constant:
     def __post_init__(self) -> None:
         object.__setattr__(self, "decay", check_decay(self.decay))
 
-    def __call__(self, u: Weight) -> Weight:
-        """Return the decay."""
-        del u
-        return self.decay
-
-    def complement(self, u: Weight) -> Weight:
-        """Return 1 - decay."""
+    def rate(self, u: Weight) -> Weight:
+        """Return 1 - decay, a host number."""
         del u
         return 1.0 - self.decay
 
 
 @dataclass(frozen=True)
-class TFWarmup:
+class TFWarmup(Schedule):
     """The warm-up of TensorFlow: the average is about as wide as a tenth of the time so far.
 
     ``d(u) = max(min_decay, min(decay, (1 + u) / (w + u)))`` with ``w`` the ``warmup``.
@@ -83,27 +71,22 @@ class TFWarmup:
     """
 
     decay: float
+    _: KW_ONLY
     warmup: float = 10.0
     min_decay: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "decay", check_decay(self.decay))
-        object.__setattr__(self, "warmup", _at_least_one(self.warmup, "warmup"))
+        object.__setattr__(self, "warmup", check_at_least(self.warmup, "warmup", 1))
         object.__setattr__(self, "min_decay", _check_min_decay(self.min_decay, self.decay))
 
-    def __call__(self, u: Weight) -> Weight:
-        """Return the decay at the clock ``u``."""
-        u = lift(u)
-        return maximum(minimum((1.0 + u) / (self.warmup + u), self.decay), self.min_decay)
-
-    def complement(self, u: Weight) -> Weight:
-        """Return 1 - decay at the clock ``u``, without cancellation."""
-        ramp = (self.warmup - 1.0) / (self.warmup + lift(u))
-        return minimum(maximum(ramp, 1.0 - self.decay), 1.0 - self.min_decay)
+    def rate(self, u: Weight) -> Weight:
+        """Return 1 - decay at the clock ``u``."""
+        return _clip((self.warmup - 1.0) / (self.warmup + lift(u)), self.min_decay, self.decay)
 
 
 @dataclass(frozen=True)
-class InversePower:
+class InversePower(Schedule):
     """A power law: the rate falls as a power of the time so far.
 
     ``d(u) = max(min_decay, min(decay, 1 - (1 + k / g)^(-p)))`` with ``k = max(0, u - start)``, ``g`` the ``inv_gamma``
@@ -131,6 +114,7 @@ class InversePower:
     """
 
     decay: float
+    _: KW_ONLY
     inv_gamma: float = 1.0
     power: float = 2.0 / 3.0
     min_decay: float = 0.0
@@ -143,21 +127,14 @@ class InversePower:
         object.__setattr__(self, "min_decay", _check_min_decay(self.min_decay, self.decay))
         object.__setattr__(self, "start", check_integer(self.start, "start", 0))
 
-    def __call__(self, u: Weight) -> Weight:
-        """Return the decay at the clock ``u``."""
-        return maximum(minimum(-expm1(self._log_complement(u)), self.decay), self.min_decay)
-
-    def complement(self, u: Weight) -> Weight:
-        """Return 1 - decay at the clock ``u``, without cancellation."""
-        return minimum(maximum(exp(self._log_complement(u)), 1.0 - self.decay), 1.0 - self.min_decay)
-
-    def _log_complement(self, u: Weight) -> Weight:
+    def rate(self, u: Weight) -> Weight:
+        """Return 1 - decay at the clock ``u``."""
         k = maximum(lift(u) - self.start, 0)
-        return -self.power * log1p(k / self.inv_gamma)
+        return _clip(exp(-self.power * log1p(k / self.inv_gamma)), self.min_decay, self.decay)
 
 
 @dataclass(frozen=True)
-class ExponentialRamp:
+class ExponentialRamp(Schedule):
     """A decay that approaches its end exponentially: ``d(u) = decay (1 - exp(-u / tau))``.
 
     Args:
@@ -183,17 +160,13 @@ class ExponentialRamp:
         object.__setattr__(self, "decay", check_decay(self.decay))
         object.__setattr__(self, "tau", check_positive(self.tau, "tau"))
 
-    def __call__(self, u: Weight) -> Weight:
-        """Return the decay at the clock ``u``."""
-        return -self.decay * expm1(-lift(u) / self.tau)
-
-    def complement(self, u: Weight) -> Weight:
-        """Return 1 - decay at the clock ``u``, without cancellation."""
+    def rate(self, u: Weight) -> Weight:
+        """Return 1 - decay at the clock ``u``."""
         return (1.0 - self.decay) + self.decay * exp(-lift(u) / self.tau)
 
 
 @dataclass(frozen=True)
-class HalfLifeRamp:
+class HalfLifeRamp(Schedule):
     """A half-life in proportion to the time so far, up to a limit: ``d(u) = 2^(-1 / min(half_life, fraction u))``.
 
     Below the limit it is close to the power-function EMA with ``gamma = ln 2 / fraction - 1``, 6.70 for 0.09.
@@ -222,27 +195,18 @@ class HalfLifeRamp:
         object.__setattr__(self, "half_life", check_positive(self.half_life, "half_life", infinite=True))
         object.__setattr__(self, "fraction", check_positive(self.fraction, "fraction"))
 
-    def __call__(self, u: Weight) -> Weight:
-        """Return the decay at the clock ``u``."""
-        return exp(self._log(u))
+    def rate(self, u: Weight) -> Weight:
+        """Return 1 - decay at the clock ``u``."""
+        return -expm1(-math.log(2.0) / minimum(self.fraction * lift(u), self.half_life))
 
-    def complement(self, u: Weight) -> Weight:
-        """Return 1 - decay at the clock ``u``, without cancellation."""
-        return -expm1(self._log(u))
 
-    def _log(self, u: Weight) -> Weight:
-        return -math.log(2.0) / minimum(self.fraction * lift(u), self.half_life)
+def _clip(rate: Weight, min_decay: float, decay: float) -> Weight:
+    """Return the rate of the decay between these two that is nearest."""
+    return minimum(maximum(rate, 1.0 - decay), 1.0 - min_decay)
 
 
 def _check_min_decay(min_decay: Any, decay: float) -> float:
-    number = real(min_decay, "min_decay")
+    number = check_number(min_decay, "min_decay")
     if not 0.0 <= number <= decay:
         raise ValueError(f"min_decay must be in [0, decay] = [0, {decay!r}], got {min_decay!r}")
-    return number
-
-
-def _at_least_one(value: Any, name: str) -> float:
-    number = real(value, name)
-    if not 1.0 <= number < math.inf:
-        raise ValueError(f"{name} must be finite and at least 1, got {value!r}")
     return number

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functavg import SWA
-from functavg.posthoc import combine, window_mean
+from functavg.posthoc import combine
 from tests.tables import KINDS, LIBRARIES, TREES, assert_close, dtype_name, made, read, stream
 
 FLOATS = st.floats(-1e6, 1e6, allow_subnormal=False)
@@ -265,27 +265,28 @@ def test_dtype_is_checked() -> None:
 @pytest.mark.parametrize("make", [np.asarray, torch.tensor], ids=["numpy", "torch"])
 def test_a_window_from_two_means(make: Callable[..., Any]) -> None:
     values = np.random.default_rng(0).normal(size=(50, 3))
-    means = [values[:count].mean(0) for count in (50, 20)]
-    result = window_mean(make(means[0]), make(means[1]), 50, 20)
-    np.testing.assert_allclose(np.asarray(result), values[20:].mean(0), rtol=1e-12)
+    early, late = (make(values[:count].mean(0)) for count in (20, 50))
+    np.testing.assert_allclose(np.asarray(combine([early, late], weights=[-20, 50])), values[20:].mean(0), rtol=1e-12)
 
 
 def test_a_window_from_two_states_of_a_mean() -> None:
+    """Integers are those of the later one."""
     rule = SWA()
     state = rule.init({"w": np.zeros(2), "n": np.array(0)})
     states = []
     for step in range(1, 31):
         state = rule.update({"w": np.full(2, float(step)), "n": np.array(step)}, state)
         states.append(state)
-    late, early = states[-1], states[9]
-    result = window_mean(late.average, early.average, late.count, early.count)
+    early, late = states[9], states[-1]
+    result = combine([early.average, late.average], weights=[-early.count, late.count])
     np.testing.assert_allclose(result["w"], np.mean(range(11, 31)))
     assert result["n"] == 30
 
 
 def test_a_window_from_the_beginning_is_the_mean() -> None:
-    late = {"w": torch.tensor([1.5], dtype=torch.bfloat16)}
-    result = window_mean(late, {"w": torch.tensor([math.nan], dtype=torch.bfloat16)}, 10, 0)
+    """A mean of nothing is not looked at, whatever it holds; dtypes are those of the later mean."""
+    early, late = {"w": torch.tensor([math.nan])}, {"w": torch.tensor([1.5], dtype=torch.bfloat16)}
+    result = combine([early, late], weights=[0, 10])
     assert result["w"].dtype == torch.bfloat16
     assert result["w"].item() == 1.5
     assert result["w"] is not late["w"]
@@ -293,23 +294,21 @@ def test_a_window_from_the_beginning_is_the_mean() -> None:
 
 @given(value=FLOATS, early=st.integers(0, 10**9), length=st.integers(1, 10**9))
 def test_a_constant_window_comes_out_exactly(value: float, early: int, length: int) -> None:
-    assert window_mean(np.array(value), np.array(value), early + length, early) == value
+    assert combine([np.array(value), np.array(value)], weights=[-early, early + length]) == value
+
+
+# ---- progress
 
 
 @pytest.mark.parametrize(
-    ("late", "early", "error", "message"),
-    [
-        (10, -1, ValueError, "early_count must be an integer of at least 0, got -1"),
-        (10, 10, ValueError, "late_count must be an integer of at least 11, got 10"),
-        (10.0, 5, TypeError, "late_count must be an integer of at least 6, got 10.0 of float"),
-        (10, "5", TypeError, "early_count must be an integer of at least 0, got '5' of str"),
-    ],
+    ("make", "weights", "total"), [(list, None, 3), (iter, [1, 0, 1], 3), (iter, None, None)], ids=str
 )
-def test_counts_are_checked(late: Any, early: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        window_mean(np.ones(1), np.ones(1), late, early)
+def test_each_tree_is_reported(make: Callable[..., Any], weights: Any, total: int | None) -> None:
+    reports: list[Any] = []
+    combine(make([np.ones(2)] * 3), weights, progress=lambda done, total: reports.append((done, total)))
+    assert reports == [(1, total), (2, total), (3, total)]
 
 
-def test_window_means_that_do_not_fit_are_named() -> None:
-    with pytest.raises(ValueError, match=r"missing tree\['b'\]; unexpected tree\['a'\]"):
-        window_mean({"a": np.ones(1)}, {"b": np.ones(1)}, 3, 1)
+def test_progress_is_checked_before_anything_is_loaded() -> None:
+    with pytest.raises(TypeError, match="progress must be a bool or a function"):
+        combine(nothing(), progress=3)

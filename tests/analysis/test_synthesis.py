@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functavg import EMA, LAWA, SWA, AveragingRule, AvgFn, Copy, Every, Freeze, PowerEMA, Profile, Several, profile
+from functavg import EMA, LAWA, SWA, AveragingRule, Every, Freeze, Latest, PowerEMA, Profile, Several, profile
 from functavg.posthoc import Synthesis, combine, solve
-from functavg.posthoc.synthesis import _power_products
+from functavg.posthoc.synthesis import _multiply_powers
 from tests import oracle
 
 STEPS = 400
@@ -38,10 +38,6 @@ def stored(pairs: list[tuple[AveragingRule, int]], iterates: np.ndarray) -> list
             state = rule.update(iterate, state)
             states[rule, step] = state.average
     return [states[pair] for pair in pairs]
-
-
-def leaking(average: Any, new: Any, count: Any) -> Any:
-    return 0.9 * average + 0.3 * new
 
 
 def rms(values: np.ndarray) -> float:
@@ -73,14 +69,15 @@ def test_windows_come_from_two_means(given_as: str) -> None:
 
 
 def test_raw_checkpoints_make_any_window_of_them() -> None:
-    found = solve([(Copy(), 10 * k) for k in range(1, 41)], (Every(LAWA(5), 10), STEPS))
+    found = solve([(Latest(), 10 * k) for k in range(1, 41)], (Every(LAWA(5), 10), STEPS))
     np.testing.assert_allclose(found.coefficients, [0.0] * 35 + [0.2] * 5, atol=1e-12)
     assert found.residual < 1e-12
 
 
 def test_the_initial_model_is_part_of_the_profile() -> None:
     assert solve([(SWA(), 10)], (Freeze(), 10)).residual == pytest.approx(math.sqrt(1.1))
-    found = solve([(Freeze(), 5), (Copy(), 10)], Profile(np.array([0.0] * 9 + [0.75]), np.arange(1, 11), 0.25))
+    target = Profile(np.array([0.0] * 9 + [0.75]), np.arange(1, 11), initial=0.25)
+    found = solve([(Freeze(), 5), (Latest(), 10)], target)
     np.testing.assert_allclose(found.coefficients, [0.25, 0.75], atol=1e-15)
 
 
@@ -113,7 +110,7 @@ def test_residuals_of_edm2(count: int, condition: float, expected: dict[float, f
         assert math.fsum(found.coefficients) == pytest.approx(1, abs=1e-12)
         assert found.coefficients.dtype == np.float64
     gammas, times = np.array([(rule.gamma, steps) for rule, steps in tracked]).T
-    assert np.linalg.cond(_power_products(gammas, times)) == pytest.approx(condition, rel=0.5)
+    assert np.linalg.cond(_multiply_powers(gammas, times)) == pytest.approx(condition, rel=0.5)
 
 
 @given(
@@ -125,7 +122,7 @@ def test_closed_form_products_are_integrals(gammas: tuple[float, float], times: 
     # Of (g + 1) / T * (t / T)^g: the integral over [0, short], by hand.
     constant = (g_short + 1) / short * (g_long + 1) / long * (short / long) ** g_long
     integral = constant * short / (g_short + g_long + 1)
-    products = _power_products(np.array(gammas), np.array(times))
+    products = _multiply_powers(np.array(gammas), np.array(times))
     assert products[0, 1] == pytest.approx(integral, rel=1e-9)
     assert products[1, 0] == pytest.approx(products[0, 1], rel=1e-12)
 
@@ -142,7 +139,7 @@ def test_the_closed_form_is_the_limit_of_many_steps() -> None:
 
 def test_the_residual_is_the_error_where_iterates_scatter() -> None:
     iterates = np.random.default_rng(1).normal(size=(STEPS + 1, 1500))
-    pairs = [*edm2(4), (EMA(0.97), 250), (LAWA(15), STEPS), (Copy(), 390)]
+    pairs = [*edm2(4), (EMA(0.97), 250), (LAWA(15), STEPS), (Latest(), 390)]
     snapshots = stored(pairs, iterates)
     for width in (0.03, 0.15, 0.25):
         target = (PowerEMA.from_sigma_rel(width), STEPS)
@@ -203,7 +200,7 @@ def test_amplification_is_that_of_rounding() -> None:
         ([(Several({"a": SWA()}), 3)], (SWA(), 3), TypeError, r"snapshots\[0\] must have one average"),
         ([(SWA(), [2, 2])], (EMA(0.9), 3), ValueError, r"snapshots\[0\] must be of the same run .* got \[2 4\]"),
         (
-            [(AvgFn(leaking), 3)],
+            [Profile(np.array([0.69, 0.19, 0.5]), np.arange(1, 4))],
             (SWA(), 3),
             ValueError,
             r"snapshots\[0\] must be an average that keeps constants, .* 1.38",

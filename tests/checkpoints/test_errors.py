@@ -267,7 +267,7 @@ def test_arguments_that_are_none(tmp_path, suffix):
 def test_a_bar_needs_rich(tmp_path, suffix, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     path = save(tmp_path / f"in{suffix}", GOOD)
-    with pytest.raises(ImportError, match=r"progress=True needs rich, .*pip install 'functavg\[cli\]'"):
+    with pytest.raises(ImportError, match=r"progress=True needs rich, .*pip install 'functavg\[progress\]'"):
         checkpoints.average([path], tmp_path / "out.pt", progress=True)
 
 

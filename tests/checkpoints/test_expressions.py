@@ -6,7 +6,7 @@ import pytest
 
 from functavg import EMA, LAWA, SWA, Every, PowerEMA, Several, SkipNonFinite, schedules
 from functavg.checkpoints import parse_rule
-from functavg.checkpoints.library import Latest
+from functavg.rules.constant import Latest
 
 
 @pytest.mark.parametrize(

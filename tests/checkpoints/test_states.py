@@ -11,7 +11,7 @@ import torch
 import functavg
 from functavg import EMA, LAWA, SWA, AvgFn, Every, Several, SkipNonFinite, checkpoints, schedules
 from functavg.checkpoints import CheckpointError, records
-from functavg.checkpoints.library import to_state_dict
+from functavg.saving import to_state_dict
 from tests.checkpoints.files import load, metadata_of, names_in, save
 
 RULES = [

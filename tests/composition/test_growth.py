@@ -28,7 +28,7 @@ def test_any_nest_grows_by_a_leaf(nest: Any, before: list[Update], after: list[U
     rule, first = nests.rule_of(nest), nests.iterate(0)
     before, after = nests.finite(before), nests.finite(after)
     small = run(rule, smaller(first), [(steps, smaller(params)) for steps, params in before])
-    grown = functavg.extend(rule, small, nests.iterate(99))
+    grown = rule.extend(nests.iterate(99), small)
     assert optree.tree_structure(grown) == optree.tree_structure(rule.init(first))
     old = {id(leaf) for leaf in optree.tree_leaves(small.average)}
     new = [leaf for leaf in optree.tree_leaves(grown.average) if id(leaf) not in old]
@@ -48,13 +48,11 @@ def test_any_nest_grows_by_a_leaf(nest: Any, before: list[Update], after: list[U
 @settings(max_examples=30, deadline=None)
 @given(nests.nests(list(RULES)), nests.streams(max_size=4))
 def test_without_it_the_update_names_what_is_new(nest: Any, updates: list[Update]) -> None:
-    """Unless every door to it is closed."""
+    """Unless every gate to it is closed."""
     rule = nests.rule_of(nest)
     state = run(rule, smaller(nests.iterate(0)), [(steps, smaller(params)) for steps, params in nests.finite(updates)])
-    now = (20, nests.iterate(1))  # opens every door
-    with pytest.raises(
-        ValueError, match=r"missing nothing; unexpected tree\['c'\].*functavg\.extend\(rule, state, params\)"
-    ):
+    now = (20, nests.iterate(1))  # opens every gate
+    with pytest.raises(ValueError, match=r"missing nothing; unexpected tree\['c'\].*rule\.extend\(params, state\)"):
         rule.update(now[1], state, steps=now[0])
 
 
@@ -73,14 +71,14 @@ def test_a_leaf_that_would_vanish_is_refused(rule: functavg.AveragingRule) -> No
     """The error names it and changes nothing."""
     state = rule.init(nests.iterate(0))
     with pytest.raises(ValueError, match=r"^state\.average.*\['c'\] would vanish: the params have no such leaf"):
-        functavg.extend(rule, state, smaller(nests.iterate(0)))
+        rule.extend(smaller(nests.iterate(0)), state)
 
 
 def test_new_leaves_share_the_clock() -> None:
     """An EMA does not start from them anew."""
     rule = EMA(0.5)
     state = rule.update({"a": np.ones(1)}, rule.init({"a": np.zeros(1)}))
-    state = functavg.extend(rule, state, {"a": np.zeros(1), "b": np.full(1, 2.0)})
+    state = rule.extend({"a": np.zeros(1), "b": np.full(1, 2.0)}, state)
     state = rule.update({"a": np.zeros(1), "b": np.full(1, 4.0)}, state)
     assert (state.average["a"].item(), state.average["b"].item()) == (0.5, 3.0)
 
@@ -91,7 +89,7 @@ def test_new_leaves_of_a_new_label_have_a_clock_of_their_own() -> None:
     state = rule.init({"a": np.zeros(1)})
     for value in (0.0, 1.0):
         state = rule.update({"a": np.full(1, value)}, state)
-    state = functavg.extend(rule, state, {name: np.zeros(1) for name in SHAPES})
+    state = rule.extend({name: np.zeros(1) for name in SHAPES}, state)
     state = rule.update({name: np.ones(1) for name in SHAPES}, state)
     assert {name: leaf.item() for name, leaf in state.average.items()} == {"a": 0.75, "b": 0.5, "c": 1.0}
     assert {label: inner.count for label, inner in state.memory.items()} == {"body": 3, "adapter": 1}
@@ -105,7 +103,7 @@ def test_a_new_rule_for_new_leaves_has_a_clock_of_its_own() -> None:
     state = old.init({"a": np.zeros(1)})
     for value in (0.0, 1.0):
         state = old.update({"a": np.full(1, value)}, state)
-    state = functavg.extend(new, state, {"a": np.zeros(1), "c": np.zeros(1)})
+    state = new.extend({"a": np.zeros(1), "c": np.zeros(1)}, state)
     state = new.update({"a": np.ones(1), "c": np.ones(1)}, state)
     assert (state.average["a"].item(), state.average["c"].item(), state.count) == (0.75, 1.0, 1)
 
@@ -116,7 +114,7 @@ def test_the_window_of_a_new_leaf_is_full_of_what_it_starts_from() -> None:
     state = rule.init({"a": np.zeros(1)})
     for _ in range(4):
         state = rule.update({"a": np.ones(1)}, state)
-    state = functavg.extend(rule, state, {"a": np.zeros(1), "b": np.full(1, 8.0)})
+    state = rule.extend({"a": np.zeros(1), "b": np.full(1, 8.0)}, state)
     state = rule.update({"a": np.ones(1), "b": np.full(1, 12.0)}, state)
     assert (state.average["a"].item(), state.average["b"].item()) == (1.0, 9.0)
 
@@ -125,6 +123,6 @@ def test_growing_by_nothing_changes_nothing() -> None:
     """All arrays stay the same objects."""
     rule = Several({"x": EMA(0.9), "y": Every(LAWA(2), 2)})
     state = run(rule, nests.iterate(0), [(1, nests.iterate(seed)) for seed in range(1, 5)])
-    grown = functavg.extend(rule, state, nests.iterate(7))
+    grown = rule.extend(nests.iterate(7), state)
     assert_same(grown, state)
     assert_averages(grown.average, state.average)

@@ -153,8 +153,10 @@ def test_a_bad_window_is_refused(make: Any, error: type[Exception], message: str
 def test_the_state_of_another_rule_is_refused() -> None:
     """Also that of another window, which would be a mean of the wrong length."""
     with pytest.raises(
-        ValueError, match=r"^state is none of LAWA: expected a memory of two parts, got tuple\. Pass what"
+        ValueError, match=r"^the state was not made by LAWA: expected a memory of two parts, got tuple\. Pass what"
     ):
         LAWA(2).update(np.ones(1), EMA().init(np.ones(1)))
-    with pytest.raises(ValueError, match=r"^state is none of LAWA: expected a window of 2 iterates, got 3\. Pass what"):
+    with pytest.raises(
+        ValueError, match=r"^the state was not made by LAWA: expected a window of 2 iterates, got 3\. Pass what"
+    ):
         LAWA(2).update(np.ones(1), LAWA(3).init(np.ones(1)))

@@ -159,7 +159,7 @@ def test_a_failing_update_changes_nothing(nest: Any, updates: list[Update], inpl
 @settings(max_examples=60, deadline=None)
 @given(nests.nests(TRACED), nests.streams(), st.booleans())
 def test_a_count_on_the_device_changes_no_average(nest: Any, updates: list[Update], inplace: bool) -> None:
-    """Doors become weights of 0, which leak no NaN; every count that the state holds becomes a tensor."""
+    """Gates become weights of 0, which leak no NaN; every count that the state holds becomes a tensor."""
     rule, first = nests.rule_of(nest), nests.iterate(0)
     state = rule.init(to_torch(first))
     state = state._replace(count=torch.tensor(state.count))
@@ -201,7 +201,7 @@ def small(params: Any) -> Any:
 
 
 def test_a_nest_compiles_to_one_graph_with_its_counts_on_the_device() -> None:
-    """No graph break and no recompilation, whatever the doors do."""
+    """No graph break and no recompilation, whatever the gates do."""
     rule, first = nests.rule_of(COMPILED), nests.restricted(nests.iterate(0), ["a", "c"])
     graphs = []
 
@@ -230,7 +230,7 @@ def test_a_nest_compiles_to_one_graph_with_its_counts_on_the_device() -> None:
     ids=["products", "every"],
 )
 def test_what_reads_no_flag_compiles_with_a_host_count_too(nest: Any) -> None:
-    """Several and Partition of weight rules keep their counts on the host; the door of an Every is a branch there."""
+    """Several and Partition of weight rules keep their counts on the host; the gate of an Every is a branch there."""
     rule, first = nests.rule_of(nest), nests.restricted(nests.iterate(0), ["a", "c"])
     step = torch.compile(rule.update, fullgraph=True, dynamic=True, backend="eager")
     state = rule.init(small(first))

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import functavg
-from functavg import EMA, LAWA, SWA, Copy, Every, Freeze, Partition, Several, SkipNonFinite
+from functavg import EMA, LAWA, SWA, Every, Freeze, Latest, Partition, Several, SkipNonFinite
 
-RULES = {"slow": EMA(0.75), "newest": Copy()}
+RULES = {"slow": EMA(0.75), "newest": Latest()}
 
 
 def by_kind(name: str, leaf: Any) -> str:
@@ -126,7 +126,7 @@ def test_a_leaf_that_is_skipped_holds_up_its_own_label_only() -> None:
 
 def test_a_window_keeps_the_leaves_of_its_label_only() -> None:
     """Memory is not spent on what other rules average."""
-    rule = Partition({"window": LAWA(2), "newest": Copy()}, {"a": "window", "b": "newest"})
+    rule = Partition({"window": LAWA(2), "newest": Latest()}, {"a": "window", "b": "newest"})
     _, ring = rule.init({"a": np.zeros(1), "b": np.zeros(1)}).memory["window"].memory
     assert [list(tree) for tree in ring] == [["a"], ["a"]]
 
@@ -215,7 +215,7 @@ def test_an_unknown_label_is_refused(label: Any, message: str) -> None:
 
 def test_labels_may_be_anything_that_hashes() -> None:
     """Such as what a test of a name returns."""
-    rule = Partition({True: Copy(), False: Freeze()}, lambda name, leaf: leaf.ndim > 1)
+    rule = Partition({True: Latest(), False: Freeze()}, lambda name, leaf: leaf.ndim > 1)
     state = rule.update({"w": np.ones((2, 2)), "b": np.ones(2)}, rule.init({"w": np.zeros((2, 2)), "b": np.zeros(2)}))
     assert (state.average["w"].sum(), state.average["b"].sum()) == (4.0, 0.0)
 
@@ -253,7 +253,7 @@ def test_it_is_a_value_although_it_is_given_dicts() -> None:
     rule = Partition(RULES, labels)
     text = repr(rule)
     assert text.startswith(
-        "Partition(rules={'slow': EMA(decay=0.75, debias=False), 'newest': Copy()}, label={'a': 'slow'"
+        "Partition(rules={'slow': EMA(decay=0.75, debias=False, start='copy'), 'newest': Latest()}, label={'a': 'slow'"
     )
     labels["a"] = "newest"
     labels["b"].append("slow")
@@ -281,6 +281,6 @@ def test_a_bad_argument_is_refused(make: Any, error: type[Exception], message: s
 def test_the_state_of_other_rules_is_refused() -> None:
     """The error says which labels it has, and which it should have."""
     with pytest.raises(
-        ValueError, match=r"^state is none of Partition: expected a memory of \['slow', 'newest'\], got tuple"
+        ValueError, match=r"^the state was not made by Partition: expected a memory of \['slow', 'newest'\], got tuple"
     ):
         Partition(RULES, "slow").update(np.ones(1), functavg.EMA().init(np.ones(1)))

@@ -12,11 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functavg
-from functavg import EMA, LAWA, SWA, AvgFn, Copy, Every, Freeze, PowerEMA, Several, trees
+from functavg import EMA, LAWA, SWA, AvgFn, Every, Freeze, Latest, PowerEMA, Several, trees
 from functavg.kernels import torch as torch_kernel
 from tests.tables import mean_step
 
-RULE = Several({"fast": EMA(0.5), "slow": EMA(0.75), "mean": SWA(), "newest": Copy()})
+RULE = Several({"fast": EMA(0.5), "slow": EMA(0.75), "mean": SWA(), "newest": Latest()})
 
 
 def params(value: float, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -55,7 +55,7 @@ class Copies(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._foreach_copy_.default
+        self.count += func in (torch.ops.aten._foreach_copy_.default, torch.ops.aten.copy_.default)
         return func(*args, **(kwargs or {}))
 
 
@@ -68,8 +68,8 @@ def test_params_are_read_grouped_and_converted_once(dtype: torch.dtype, monkeypa
     state = rule.update([params(1.0, dtype)], state)  # the first one copies
     new = [params(2.0, dtype)]
     grouped, flattened = [], []
-    prepared, flatten = torch_kernel.prepared, trees.flatten
-    monkeypatch.setattr(torch_kernel, "prepared", lambda *args: grouped.append(1) or prepared(*args))
+    prepare, flatten = torch_kernel.prepare, trees.flatten
+    monkeypatch.setattr(torch_kernel, "prepare", lambda *args: grouped.append(1) or prepare(*args))
     monkeypatch.setattr(trees, "flatten", lambda tree: flattened.append(tree is new) or flatten(tree))
     with Copies() as mode:
         rule.update(new, state, inplace=True)
@@ -103,7 +103,7 @@ def test_it_is_a_value_although_it_is_given_a_dict() -> None:
     """It prints as its call, compares, hashes, pickles, and what the caller does to the dict later is nothing to it."""
     rules: dict[str, Any] = {"a": EMA(0.5), "b": Freeze()}
     rule = Several(rules)
-    assert repr(rule) == "Several(rules={'a': EMA(decay=0.5, debias=False), 'b': Freeze()})"
+    assert repr(rule) == "Several(rules={'a': EMA(decay=0.5, debias=False, start='copy'), 'b': Freeze()})"
     rules["c"] = SWA()
     del rules["a"]
     assert list(rule.rules) == ["a", "b"]
@@ -127,7 +127,7 @@ def test_it_is_a_value_although_it_is_given_a_dict() -> None:
             TypeError,
             r"rules\['a'\] must be an AveragingRule such as EMA\(0\.999\), got 0\.9",
         ),
-        (lambda: Several({"a": EMA}), TypeError, r"rules\['a'\] must be .*; an instance is meant: EMA\(\.\.\.\)"),
+        (lambda: Several({"a": EMA}), TypeError, r"rules\['a'\] must be .*; pass an instance: EMA\(\.\.\.\)"),
         (lambda: Several({1: EMA()}), TypeError, "rules must be named by strings, got 1 of int"),
     ],
 )
@@ -140,7 +140,9 @@ def test_a_bad_argument_is_refused(make: Any, error: type[Exception], message: s
 def test_the_state_of_other_rules_is_refused() -> None:
     """The error says which it has, and which it should have."""
     rule = Several({"a": EMA(), "b": EMA()})
-    with pytest.raises(ValueError, match=r"^state is none of Several: expected a memory of \['a', 'b'\], got tuple"):
+    with pytest.raises(
+        ValueError, match=r"^the state was not made by Several: expected a memory of \['a', 'b'\], got tuple"
+    ):
         rule.update(np.ones(1), EMA().init(np.ones(1)))
     with pytest.raises(ValueError, match=r"expected a memory of \['a', 'b'\], got \['a', 'c'\]"):
         rule.update(np.ones(1), Several({"a": EMA(), "c": EMA()}).init(np.ones(1)))

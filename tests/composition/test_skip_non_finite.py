@@ -56,7 +56,7 @@ def test_nan_and_infinity_are_seen_wherever_they_stand(name: str, bad: float) ->
 )
 def test_a_leaf_is_seen_whole_whatever_its_size(name: str, size: int) -> None:
     """Large leaves are read in pieces, small ones together."""
-    make, finite = KINDS[name].make, kernels.load(name.partition("-")[0]).finite
+    make, finite = KINDS[name].make, kernels.load(name.partition("-")[0]).is_finite
     good, bad = np.ones(size), np.ones(size)
     bad[-1] = np.nan
     small = [make(np.ones(())), make(np.ones((0, 2))), make(np.ones(7))]
@@ -67,7 +67,7 @@ def test_a_leaf_is_seen_whole_whatever_its_size(name: str, size: int) -> None:
 
 def test_what_is_finite_is_not_taken_for_infinite() -> None:
     """The largest numbers of a dtype, both parts of a complex one, strided and conjugated views."""
-    finite = kernels.load("torch").finite
+    finite = kernels.load("torch").is_finite
     largest = torch.finfo(torch.float32).max
     assert finite([torch.tensor([largest, -largest]), torch.tensor([complex(largest, largest)])])
     assert finite([torch.tensor([6e4], dtype=torch.float16), torch.tensor([3e38], dtype=torch.bfloat16)])
@@ -159,5 +159,7 @@ def test_a_bad_argument_is_refused() -> None:
     """T6: by name and value."""
     with pytest.raises(TypeError, match=r"^rule must be an AveragingRule such as EMA\(0\.999\), got None of NoneType"):
         SkipNonFinite(None)
-    with pytest.raises(ValueError, match=r"^state is none of SkipNonFinite: expected a memory of two parts, got tuple"):
+    with pytest.raises(
+        ValueError, match=r"^the state was not made by SkipNonFinite: expected a memory of two parts, got tuple"
+    ):
         SkipNonFinite(EMA()).update(np.ones(1), functavg.EMA().init(np.ones(1)))

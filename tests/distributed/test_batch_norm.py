@@ -94,6 +94,8 @@ def everything() -> None:
     one_rank_fails()
     the_models_differ()
     batches_that_were_pooled_count_once()
+    instance_norms()
+    one_rank_has_scripted_norms()
 
 
 def unequally_many_batches_of_ddp() -> None:
@@ -208,6 +210,26 @@ def batches_that_were_pooled_count_once() -> None:
     torch.testing.assert_close(statistics(made), statistics(expected), rtol=1e-6, atol=0)
 
 
+def instance_norms() -> None:
+    made = nn.InstanceNorm1d(2, track_running_stats=True)
+    data = [batches([5, 3], 0), batches([2, 7], 1)]
+    update_bn(own(data), made)
+    assert_equal_on_all_ranks(made)
+    samples = torch.cat(data[0] + data[1]).double()
+    torch.testing.assert_close(made.running_mean.double(), samples.mean(2).mean(0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(made.running_var.double(), samples.var(2).mean(0), rtol=1e-6, atol=0)
+
+
+def one_rank_has_scripted_norms() -> None:
+    """It does not leave the others waiting."""
+    made = model()
+    if dist.get_rank() == 1:
+        made[2] = torch.jit.script(made[2])
+    error, message = own([(RuntimeError, "update_bn failed on rank 1"), (TypeError, "torch.jit has scripted")])
+    with pytest.raises(error, match=message):
+        update_bn(batches([4]), made)
+
+
 # ---- tests
 
 
@@ -242,4 +264,4 @@ def test_ranks_reduce_where_their_backend_can(
     config: str, device: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda: config)
-    assert ranks._place(torch.device(device)) == torch.device(place)
+    assert ranks._reducing_device(torch.device(device)) == torch.device(place)

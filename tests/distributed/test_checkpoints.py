@@ -61,7 +61,7 @@ def went_functional(dtype: torch.dtype, rule: functavg.AveragingRule) -> tuple[d
 def everything(averaged: AveragedModel) -> dict[str, Any]:
     """Return all that a resumed run must have."""
     module = {f"module.{name}": parameter.detach() for name, parameter in averaged.module.named_parameters()}
-    return functavg.state_dict(averaged.state) | module | {"n_averaged": averaged.n_averaged.clone()}
+    return functavg.to_state_dict(averaged.state) | module | {"n_averaged": averaged.n_averaged.clone()}
 
 
 # ---- what the processes do
@@ -77,7 +77,7 @@ def save(folder: Path) -> None:
                 "averaged": averaged.state_dict(),
                 "stateful": averaged,
                 "got": get_model_state_dict(averaged),
-                "functional": functavg.state_dict(state),
+                "functional": functavg.to_state_dict(state),
             }
             dcp.save(objects, checkpoint_id=folder / f"{dtype}-{name}")
 
@@ -128,11 +128,11 @@ def by_functions(checkpoint: Path, dtype: torch.dtype, rule: functavg.AveragingR
 
 def functionally(checkpoint: Path, dtype: torch.dtype, rule: functavg.AveragingRule) -> None:
     params, expected = went_functional(dtype, rule)
-    objects = {"functional": functavg.state_dict(rule.init(params))}
+    objects = {"functional": functavg.to_state_dict(rule.init(params))}
     dcp.load(objects, checkpoint_id=checkpoint)
-    resumed = functavg.load_state_dict(rule.init(params), objects["functional"])
+    resumed = functavg.from_state_dict(rule.init(params), objects["functional"])
     for _ in range(2):
-        assert_same(functavg.state_dict(resumed), functavg.state_dict(expected))
+        assert_same(functavg.to_state_dict(resumed), functavg.to_state_dict(expected))
         resumed, expected = rule.update(params, resumed), rule.update(params, expected)
 
 
@@ -153,7 +153,7 @@ def through_whole_tensors() -> None:
 # ---- tests
 
 
-def test_what_two_processes_saved_goes_on_in_one_and_in_four_to_the_same_bits(tmp_path: Path) -> None:  # T3
+def test_what_two_processes_saved_goes_on_in_one_and_in_four_to_the_same_bits(tmp_path: Path) -> None:
     spawn(save, 2, tmp_path, tmp_path)
     with alone():
         load(tmp_path)

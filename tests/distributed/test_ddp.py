@@ -46,11 +46,11 @@ def _train_and_average(dtype: torch.dtype, rule: functavg.AveragingRule) -> None
         assert counted.get_total_counts() == 0
         expected.update_parameters(net)
     for averaged in (of_bare, of_wrapped):
-        assert "module.0.first.weight" in averaged.state_dict()  # S7
-        assert_same(functavg.state_dict(averaged.state), functavg.state_dict(expected.state))
+        assert "module.0.first.weight" in averaged.state_dict()
+        assert_same(functavg.to_state_dict(averaged.state), functavg.to_state_dict(expected.state))
         assert_equal_on_all_ranks(averaged.state_dict())
-        assert_equal_on_all_ranks(functavg.state_dict(averaged.state))
-    assert_equal_on_all_ranks(functavg.state_dict(functional))
+        assert_equal_on_all_ranks(functavg.to_state_dict(averaged.state))
+    assert_equal_on_all_ranks(functavg.to_state_dict(functional))
     training = copy.deepcopy(net.state_dict())
     with CommDebugMode() as counted, functavg.swapped(model, of_wrapped):
         pass
@@ -67,7 +67,7 @@ def assert_equal_on_all_ranks(saved: dict[str, Any]) -> None:
         assert_same(saved, other)
 
 
-def test_each_rank_averages_to_the_same_bits_without_talking(tmp_path: Path) -> None:  # S6
+def test_each_rank_averages_to_the_same_bits_without_talking(tmp_path: Path) -> None:
     spawn(train_and_average, 2, tmp_path)
 
 

@@ -21,7 +21,7 @@ from tests.distributed.processes import Net, everywhere, sharded, spawn
 RULES = {
     "EMA": functavg.EMA(0.5),
     "LAWA": functavg.LAWA(2),
-    "MultiAvgFn": functavg.MultiAvgFn(functavg.get_ema_multi_avg_fn(0.5)),
+    "AvgFn-grouped": functavg.AvgFn(functavg.get_ema_multi_avg_fn(0.5), grouped=True),
     "SkipNonFinite": functavg.SkipNonFinite(functavg.SWA()),
     "Several": functavg.Several({"a": functavg.EMA(0.5), "b": functavg.SWA()}),
     "Partition": functavg.Partition({"a": functavg.EMA(0.5)}, lambda name, leaf: "a"),
@@ -98,7 +98,7 @@ def functional() -> None:
     state = functavg.SWA().init(params)
     for other, error, message in others:
         with refused(error, f"^average.w: {message}", state):
-            functavg.load_state_dict(state, functavg.state_dict(state) | {"average.w": other})
+            functavg.from_state_dict(state, functavg.to_state_dict(state) | {"average.w": other})
 
 
 def of_modules() -> None:
@@ -150,7 +150,7 @@ def test_functional_rules_refuse_on_every_rank(tmp_path: Path) -> None:
     spawn(functional, 2, tmp_path)
 
 
-def test_modules_refuse_on_every_rank(tmp_path: Path) -> None:  # M5
+def test_modules_refuse_on_every_rank(tmp_path: Path) -> None:
     spawn(of_modules, 2, tmp_path)
 
 

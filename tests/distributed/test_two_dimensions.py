@@ -37,7 +37,7 @@ def replicas_of_shards() -> None:
             averaged.update_parameters(model)
             expected.update_parameters(plain)
         assert averaged.n_averaged == 3
-        assert_same(functavg.state_dict(averaged.state), functavg.state_dict(expected.state))
+        assert_same(functavg.to_state_dict(averaged.state), functavg.to_state_dict(expected.state))
 
 
 def shards_of_shards() -> None:
@@ -54,12 +54,12 @@ def shards_of_shards() -> None:
             averaged.update_parameters(model)
         assert counted.get_total_counts() == 0
         expected.update_parameters(plain)
-    assert_same(functavg.state_dict(averaged.state), functavg.state_dict(expected.state))
+    assert_same(functavg.to_state_dict(averaged.state), functavg.to_state_dict(expected.state))
 
     options = StateDictOptions(full_state_dict=True)
     resumed = AveragedModel(model, module=parallel(plain, mesh), rule=rule)
     set_model_state_dict(resumed, get_model_state_dict(averaged, options=options), options=options)
-    assert_same(functavg.state_dict(resumed.state), functavg.state_dict(averaged.state))
+    assert_same(functavg.to_state_dict(resumed.state), functavg.to_state_dict(averaged.state))
     with functavg.swapped(model, averaged):
         assert_same(model.state_dict(), expected.module.state_dict())
 

@@ -71,11 +71,30 @@ def compare_moved() -> None:
     np.testing.assert_allclose(state.average["split"], np.arange(8.0).reshape(4, 2) + 1.0)
 
 
+def compare_mixed() -> None:
+    """One tree, and averages of one stream, on several devices and shardings at once."""
+    homes = [*jax.devices(), SPLIT, WHOLE]
+    at = [jax.device_put(jnp.zeros(4), home) for home in homes]
+    stepped = functavg.lerp(at, [jnp.ones(4)] * 4, 0.5)
+    stepped = functavg.lerp(stepped, at[::-1], jnp.asarray(0.5))
+    assert [leaf.device for leaf in stepped] == homes
+    for leaf in stepped:
+        np.testing.assert_array_equal(leaf, 0.25)
+    rule = functavg.Several({"one": functavg.EMA(0.5), "other": functavg.EMA(0.5)})
+    state = rule.update([jnp.zeros(4)], rule.init([jnp.zeros(4)]))
+    state.average["other"] = [jax.device_put(state.average["other"][0], jax.devices()[1])]
+    state = rule.update([jnp.ones(4)], state)
+    assert [leaf.device for (leaf,) in state.average.values()] == jax.devices()
+    for (leaf,) in state.average.values():
+        np.testing.assert_array_equal(leaf, 0.5)
+
+
 def main() -> None:
     assert jax.device_count() == 2
     for rule in RULES:
         compare(rule)
     compare_moved()
+    compare_mixed()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ RUNS = {
     "functional": (["--epochs", "1"], ["test accuracy, raw", "test accuracy, EMA", "75 steps averaged"]),
     "jax_loop": (["--epochs", "2"], ["raw", "SWA", "EMA", "accuracy", "loss"]),
     "numpy_only": (["--epochs", "2"], ["last iterate", "SWA()", "torch was not imported"]),
-    "custom_avg_fn": ([], ["3.125  AvgFn(", "12.000  MultiAvgFn(", "7.188  MeanThenEMA("]),
+    "custom_avg_fn": ([], ["3.125  AvgFn(", "12.000  AvgFn(", "7.188  MeanThenEMA("]),
     "several_averages": (["--steps", "150"], ["raw", "half-life 20", "half-life 500", "last 5 snapshots"]),
     "fsdp2": (["--steps", "40"], ["2 ranks", "raw", "EMA", "resumed at step 20", "at step 40", "the same bits"]),
     "posthoc": (["--steps", "300"], ["8 snapshots", "0.05", "0.10", "best"]),

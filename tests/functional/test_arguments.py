@@ -10,8 +10,6 @@ import torch
 
 import functavg
 from functavg import EMA, SWA, AvgFn, PowerEMA, WeightFn
-from functavg.plan import run
-from functavg.rules.functions import plan_function
 from tests.tables import LIBRARIES
 
 NAN, INF = float("nan"), float("inf")
@@ -32,7 +30,10 @@ NAN, INF = float("nan"), float("inf")
         (lambda: EMA([0.9]), TypeError, r"decay must be a number, got \[0\.9\] of list"),
         (lambda: EMA(np.array([0.9])), TypeError, r"decay must be a number, got array\(\[0\.9\]\) of ndarray"),
         (lambda: EMA(0.9j), TypeError, "decay must be a number, got 0.9j of complex"),
-        (lambda: EMA(lambda u: 0.9, debias=True), TypeError, "debias=True needs a constant decay; a callable"),
+        (lambda: EMA(lambda u: 0.9, debias=True), TypeError, "debias=True needs a constant decay, got <function"),
+        (lambda: EMA(0.9, start="zero"), ValueError, "start must be 'copy' or 'init', got 'zero'"),
+        (lambda: EMA(0.9, start=0), ValueError, "start must be 'copy' or 'init', got 0"),
+        (lambda: EMA(0.9, debias=True, start="init"), ValueError, "debias=True leaves no weight on what `init` saw"),
         (lambda: EMA.from_half_life(0), ValueError, "half_life must be positive, got 0"),
         (lambda: EMA.from_half_life(-2.0), ValueError, r"half_life must be positive, got -2\.0"),
         (lambda: EMA.from_half_life(NAN), ValueError, "half_life must be positive, got nan"),
@@ -190,6 +191,8 @@ def test_a_callable_decay_must_return_a_number_in_range(value: Any, error: type[
 
 def test_a_grouped_function_works_on_torch_tensors_only() -> None:
     for array in [LIBRARIES[name].make(np.ones(2)) for name in LIBRARIES if "torch" not in name]:
-        plan = plan_function(max, array, functavg.AverageState(1, array), grouped=True)
-        with pytest.raises(TypeError, match="a multi_avg_fn works on torch tensors only; use AvgFn for"):
-            run(plan)
+        rule = AvgFn(max, grouped=True)
+        with pytest.raises(
+            TypeError, match=r"^a grouped function \(multi_avg_fn\) works on torch tensors only; use AvgFn"
+        ):
+            rule.update(array, functavg.AverageState(1, array))

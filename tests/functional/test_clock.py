@@ -10,8 +10,6 @@ import torch
 
 import functavg
 from functavg import AverageState
-from functavg.plan import run
-from functavg.rules.functions import plan_function
 from functavg.scalars import lift
 from tests import oracle
 from tests.tables import KINDS, RULES, WEIGHT_RULES, jnp, read
@@ -146,7 +144,7 @@ def test_a_grouped_function_copies_first_by_a_count_on_the_device_too(count: int
 
     state = AverageState(torch.tensor(count), {"w": torch.zeros(2), "h": torch.zeros(2), "n": torch.tensor(0)})
     params = {"w": torch.ones(2), "h": torch.ones(2, dtype=torch.bfloat16), "n": torch.tensor(5)}
-    after = run(plan_function(fn, params, state, grouped=True), inplace=inplace)
+    after = functavg.AvgFn(fn, grouped=True).update(params, state, inplace=inplace)
     wanted = [1.0 if count == 0 else 0.25] * 2
     assert after.average["w"].tolist() == after.average["h"].tolist() == wanted
     assert after.average["n"].item() == 5

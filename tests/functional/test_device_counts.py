@@ -290,7 +290,7 @@ def test_two_counts_that_were_one_tensor_and_are_no_longer_part() -> None:
         state = rule.init({"x": torch.zeros(1)})._replace(count=torch.tensor(0))
         for value in (1.0, 2.0):
             state = rule.update({"x": torch.tensor([value])}, state)
-        state = functavg.extend(rule, state, {"x": torch.zeros(1), "y": torch.zeros(1)})
+        state = rule.extend({"x": torch.zeros(1), "y": torch.zeros(1)}, state)
         for value in (3.0, 4.0):
             params = {name: torch.tensor([value]) for name in "xy"}
             state = rule.update(params, state, inplace=inplace)

@@ -1,4 +1,4 @@
-"""``lerp``, ``cast_like`` and ``extend``: one step, bring back, grow."""
+"""``lerp``, ``cast_like`` and a rule's ``extend``: one step, a cast, growth."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import functavg
-from functavg import cast_like, extend, lerp
+from functavg import cast_like, lerp
 from tests.tables import KINDS, LIBRARIES, RULES, WEIGHT_RULES, dtype_name, read
 
 # ---- lerp
@@ -102,7 +102,7 @@ def test_cast_like_pairs_by_path() -> None:
         ("text", np.ones(1)),
         (np.ones(1), "text"),
     ):
-        message = rf"tree\['a'\]: expected arrays of one library, got {type(tree).__name__} to bring into the form of "
+        message = rf"tree\['a'\]: expected arrays of one library, got {type(tree).__name__} to cast like "
         with pytest.raises(TypeError, match=message + type(like).__name__):
             cast_like({"a": tree}, {"a": like})
 
@@ -117,7 +117,7 @@ def test_extend_keeps_what_is_known_and_starts_the_rest_from_the_params(name: st
     state = rule.init({"a": make(np.zeros(2))})
     for value in (1.0, 2.0):
         state = rule.update({"a": make(np.full(2, value))}, state, steps=2)
-    grown = extend(rule, state, {"a": make(np.zeros(2)), "b": {"c": make(np.ones(3))}})
+    grown = rule.extend({"a": make(np.zeros(2)), "b": {"c": make(np.ones(3))}}, state)
     assert grown.count == state.count
     assert grown.average["a"] is state.average["a"]
     assert read(grown.average["b"]["c"]).tolist() == [1.0] * 3
@@ -130,7 +130,7 @@ def test_extend_keeps_what_is_known_and_starts_the_rest_from_the_params(name: st
 def test_new_leaves_are_held_as_init_holds_them_and_share_no_memory() -> None:
     rule = functavg.EMA()
     new = torch.ones(2, dtype=torch.bfloat16)
-    grown = extend(rule, rule.init({"a": torch.ones(1)}), {"a": torch.ones(1), "b": new})
+    grown = rule.extend({"a": torch.ones(1), "b": new}, rule.init({"a": torch.ones(1)}))
     new.zero_()
     assert grown.average["b"].tolist() == [1.0, 1.0]
     assert grown.average["b"].dtype == torch.float32
@@ -140,7 +140,7 @@ def test_extend_with_the_same_leaves_changes_nothing() -> None:
     rule = functavg.EMA()
     params = {"a": np.ones(2), "b": [np.ones(1)]}
     state = rule.update(params, rule.init(params))
-    grown = extend(rule, state, params)
+    grown = rule.extend(params, state)
     assert grown.count == state.count
     assert grown.average["b"][0] is state.average["b"][0]
 
@@ -150,21 +150,26 @@ def test_extend_refuses_to_lose_or_resize_a_leaf() -> None:
     state = rule.init({"a": np.ones(2), "b": np.ones(2)})
     message = r"state\.average\['b'\] would vanish: the params have no such leaf\. Pass params with every leaf that the"
     with pytest.raises(ValueError, match=message):
-        extend(rule, state, {"a": np.ones(2), "c": np.ones(2)})
+        rule.extend({"a": np.ones(2), "c": np.ones(2)}, state)
     with pytest.raises(ValueError, match=r"\['b'\] has shape \(2,\), the params have \(3,\); extend adds leaves"):
-        extend(rule, state, {"a": np.ones(2), "b": np.ones(3)})
+        rule.extend({"a": np.ones(2), "b": np.ones(3)}, state)
 
 
 def test_extend_refuses_what_is_no_state_or_cannot_be_averaged() -> None:
     rule = functavg.EMA()
-    with pytest.raises(TypeError, match=r"extend\(rule, state, params\): state must be an AverageState, got dict"):
-        extend(rule, {"a": np.ones(1)}, {"a": np.ones(1)})
+    state = rule.init({"a": np.ones(1)})
+    with pytest.raises(TypeError, match=r"^extend\(params, state\): state must be an AverageState, got dict$"):
+        rule.extend({"a": np.ones(1)}, {"a": np.ones(1)})
+    with pytest.raises(TypeError, match=r"^extend\(params, state\): .*; `params` and `state` are swapped$"):
+        rule.extend(state, {"a": np.ones(1)})
+    with pytest.raises(TypeError, match=r"^extend\(params, state\): params must be .*, got an AverageState$"):
+        rule.extend(state, state)
     with pytest.raises(TypeError, match=r"tree\['b'\]: cannot average str"):
-        extend(rule, rule.init({"a": np.ones(1)}), {"a": np.ones(1), "b": "text"})
+        rule.extend({"a": np.ones(1), "b": "text"}, state)
 
 
 @pytest.mark.parametrize("name", WEIGHT_RULES)
 def test_extend_keeps_a_count_on_the_device(name: str) -> None:
     rule = WEIGHT_RULES[name].rule
     state = rule.init({"a": torch.ones(1)})._replace(count=torch.tensor(5))
-    assert extend(rule, state, {"a": torch.ones(1), "b": torch.ones(2)}).count is state.count
+    assert rule.extend({"a": torch.ones(1), "b": torch.ones(2)}, state).count is state.count

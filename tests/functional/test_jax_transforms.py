@@ -9,6 +9,7 @@ import pytest
 
 import functavg
 from functavg import AverageState
+from functavg.kernels import array_api, eager_jax
 from tests import oracle
 from tests.composition import nests
 from tests.tables import ALIKE, RULES, WEIGHT_RULES, read
@@ -226,7 +227,7 @@ def test_vmap_over_models_and_their_counts(name: str) -> None:
         assert_equal({name: leaf[index] for name, leaf in stack.average.items()}, wanted.average)
 
 
-@pytest.mark.parametrize("name", ["EMA", "Copy", "SWA"])
+@pytest.mark.parametrize("name", ["EMA", "Latest", "SWA"])
 def test_a_donated_state_and_donated_params_average_on(name: str) -> None:
     """A first update that handed out the params' own buffers would die with them."""
     rule = RULES[name].rule
@@ -312,3 +313,149 @@ def test_init_inside_jit_casts_and_copies() -> None:
     state = jax.jit(functavg.EMA().init)(params(2.0))
     assert state.average["h"].dtype == jnp.float32
     assert state.count == 0
+
+
+# ---- outside any trace: one jitted call
+
+KINDS_OF_PAIRS = {
+    "float32": ("float32", "float32"),
+    "wider": ("float32", "bfloat16"),
+    "float8": ("float32", "float8_e4m3fn"),
+    "narrow": ("bfloat16", "float32"),
+    "half": ("float16", "float16"),
+    "complex": ("complex64", "complex64"),
+    "real into complex": ("complex64", "float32"),
+    "whole": ("float32", "int32"),
+    "int32": ("int32", "int32"),
+    "bool": ("bool", "bool"),
+}
+
+
+def enabled_x64() -> Any:
+    """Return the context in which JAX has 64 bits, by its name before JAX 0.8 or since."""
+    return jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64()
+
+
+def compiled() -> int:
+    """Return how many times a step of uncommitted arrays was compiled."""
+    return eager_jax._jitted(None)._cache_size()
+
+
+def pair(old: str, new: str) -> tuple[Any, Any]:
+    generator = np.random.default_rng(0)
+    return tuple(jnp.asarray(generator.normal(0, 3, 257)).astype(dtype) for dtype in (old, new))
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0, 0.1, 0.001, 1 / 3, 1.5, -0.5])
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("kind", KINDS_OF_PAIRS)
+def test_one_call_is_the_readable_step_to_the_last_place(kind: str, on_device: bool, weight: float) -> None:
+    """Of the largest of what goes in and what comes out: the compiler may round product and sum in one."""
+    old, new = pair(*KINDS_OF_PAIRS[kind])
+    scalar = jnp.asarray(weight, jnp.float32) if on_device else weight
+    stepped = functavg.lerp({"w": old, "n": jnp.asarray(3)}, {"w": new, "n": jnp.asarray(5)}, scalar)["w"]
+    wanted = array_api.lerp_leaf(old, new, scalar)
+    assert stepped.dtype == wanted.dtype == old.dtype
+    if weight in (0, 1) or old.dtype.kind in "ib":
+        np.testing.assert_array_equal(read(stepped), read(wanted))
+        return
+    largest = np.maximum(np.maximum(abs(read(old)), abs(read(new))), abs(read(wanted)))
+    unit = largest * 2.0 * float(jnp.finfo(old.dtype).eps)
+    assert (abs(read(stepped) - read(wanted)) <= unit).all()
+    assert (stepped != old).any()
+
+
+@pytest.mark.parametrize("weight", [0.3, jnp.float32(0.3)], ids=["host", "device"])
+def test_one_call_keeps_what_is_equal(weight: Any) -> None:
+    old, _ = pair("float32", "float32")
+    np.testing.assert_array_equal(functavg.lerp(old, old + 0, weight), old)
+
+
+def test_changing_weights_compile_once() -> None:
+    """Those of 100 updates, whatever kinds of numbers they are, the first of which copies."""
+    rule, before = functavg.PowerEMA(6.0), compiled()
+    state = rule.init({"compile once": jnp.zeros(5), "n": jnp.asarray(1)})
+    for step in range(100):
+        params = {"compile once": jnp.full(5, float(step), jnp.float32), "n": jnp.asarray(step)}
+        state = rule.update(params, state, steps=1 + step % 3)
+    assert compiled() - before == 1
+    average = state.average
+    for weight in (0.25, np.float32(0.5), np.float64(0.75), 2):
+        average = functavg.lerp(average, params, weight)
+    assert compiled() - before == 1
+
+
+def test_weak_types_do_not_compile_anew() -> None:
+    """Neither those of weights on a device, nor those of arrays."""
+    strong, weak = jnp.asarray(0.5, jnp.float32), jnp.asarray(0.5)
+    assert (strong.weak_type, weak.weak_type) == (False, True)
+    before = compiled()
+    for weight in (strong, weak, strong + 0.1):
+        for old in (jnp.full(11, 2.0), jnp.full(11, 2.0, jnp.float32)):
+            for new in (jnp.full(11, 4.0), jnp.full(11, 4.0, jnp.float32)):
+                stepped = functavg.lerp([old], [new], weight)
+                assert not stepped[0].weak_type
+                np.testing.assert_allclose(stepped[0], 2 + 2 * float(weight), rtol=1e-6)
+    assert compiled() - before == 1
+
+
+def test_several_averages_take_one_call() -> None:
+    """With counts on the host and on the device, and an average that stays among them."""
+    rules = {"ema": functavg.EMA(0.5), "swa": functavg.SWA(), "frozen": functavg.Freeze(), "newest": functavg.Latest()}
+    rule = functavg.Several(rules)
+    host, device = rule.init(params(0.0)), jax.tree_util.tree_map(jnp.asarray, rule.init(params(0.0)))
+    frozen = host.average["frozen"]
+    before = compiled()
+    for value in VALUES:
+        host, device = rule.update(params(value), host), rule.update(params(value), device)
+    assert compiled() - before == 2  # numbers as weights, arrays as weights
+    assert all(host.average["frozen"][name] is leaf for name, leaf in frozen.items())
+    for name, single in rules.items():
+        wanted = eager_run(single).average
+        assert_equal(host.average[name], wanted)
+        assert_equal(device.average[name], wanted)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.5, jnp.float32(1.0), jnp.float32(0.0)], ids=str)
+def test_no_result_shares_memory_with_what_went_in(weight: Any) -> None:
+    """Arrays that are donated or deleted take nothing with them, integers among them."""
+    old, new = params(1.0), params(3.0)
+    stepped = functavg.lerp(old, new, weight)
+    wanted = {name: np.asarray(leaf).copy() for name, leaf in stepped.items()}
+    for leaf in (*old.values(), *new.values()):
+        leaf.delete()
+    for name, leaf in stepped.items():
+        np.testing.assert_array_equal(leaf, wanted[name])
+
+
+def test_what_is_not_committed_to_its_device_stays_so() -> None:
+    """Also beside arrays that are: an average is as free to be moved as what it was made from."""
+    device = jax.devices()[0]
+    free, bound = jnp.zeros(2), jax.device_put(jnp.zeros(2), device)
+    state = functavg.lerp({"a": free, "b": bound}, {"a": jnp.ones(2), "b": jnp.ones(2)}, 0.5)
+    assert (state["a"].committed, state["b"].committed) == (False, True)
+    assert functavg.lerp([free], [bound], 0.5)[0].committed
+
+
+def test_steps_of_64_bits_are_those_of_numpy() -> None:
+    with enabled_x64():
+        old, new = jnp.asarray([0.1, 0.2]), jnp.asarray([0.7, 0.9])
+        stepped = functavg.lerp(old, new, 1 / 3)
+        assert stepped.dtype == jnp.float64
+        np.testing.assert_allclose(stepped, np.asarray(old) * 2 / 3 + np.asarray(new) / 3, rtol=1e-15)
+
+
+def test_one_call_is_made_of_arrays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While something is traced, leaves or weight, each leaf takes its own step."""
+    calls: list[int] = []
+    step = eager_jax.step
+    monkeypatch.setattr(eager_jax, "step", lambda *args: (calls.append(1), step(*args))[1])
+    one, other = jnp.zeros(2), jnp.ones(2)
+    functavg.lerp(one, other, 0.5)
+    assert len(calls) == 1
+    jax.jit(functavg.lerp)(one, other, 0.5)
+    jax.vmap(lambda weight: functavg.lerp(one, other, weight))(jnp.ones(3))
+    jax.grad(lambda new: functavg.lerp(one, new, 0.5).sum())(other)
+    jax.vmap(lambda new: functavg.lerp(one, new, 0.5))(jnp.ones((3, 2)))
+    assert len(calls) == 1
+    np.testing.assert_array_equal(jax.jit(lambda: functavg.lerp(one, other, 0.5))(), 0.5)

@@ -31,7 +31,7 @@ def rows(draw: Any) -> tuple[functavg.WeightRule, oracle.Profile]:
                 (functavg.EMA(max(decay, 0.5), debias=True), oracle.debiased_ema(max(decay, 0.5))),
                 (functavg.SWA(), oracle.swa),
                 (functavg.PowerEMA(gamma), oracle.power(gamma)),
-                (functavg.Copy(), oracle.newest),
+                (functavg.Latest(), oracle.newest),
             ]
         )
     )

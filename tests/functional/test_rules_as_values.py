@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import functavg
-from functavg import EMA, SWA, AvgFn, Copy, Freeze, PowerEMA, WeightFn
+from functavg import EMA, SWA, AvgFn, Freeze, Latest, PowerEMA, WeightFn
 from tests.tables import RULES, WEIGHT_RULES, ema_step, quarter, ramp
 
 
@@ -29,14 +29,15 @@ def test_rules_pickle_compare_hash_and_copy(name: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "text"),
     [
-        (EMA(), "EMA(decay=0.999, debias=False)"),
-        (EMA(np.float32(0.5)), "EMA(decay=0.5, debias=False)"),
-        (EMA(torch.tensor(0.5), debias=True), "EMA(decay=0.5, debias=True)"),
-        (EMA.from_half_life(2, debias=True), "EMA(decay=0.7071067811865476, debias=True)"),
-        (EMA(1), "EMA(decay=1.0, debias=False)"),
+        (EMA(), "EMA(decay=0.999, debias=False, start='copy')"),
+        (EMA(np.float32(0.5)), "EMA(decay=0.5, debias=False, start='copy')"),
+        (EMA(torch.tensor(0.5), debias=True), "EMA(decay=0.5, debias=True, start='copy')"),
+        (EMA.from_half_life(2, debias=True), "EMA(decay=0.7071067811865476, debias=True, start='copy')"),
+        (EMA(1), "EMA(decay=1.0, debias=False, start='copy')"),
+        (EMA(0.5, start="init"), "EMA(decay=0.5, debias=False, start='init')"),
         (SWA(), "SWA()"),
         (PowerEMA(2), "PowerEMA(gamma=2.0)"),
-        (Copy(), "Copy()"),
+        (Latest(), "Latest()"),
         (Freeze(), "Freeze()"),
     ],
     ids=str,
@@ -47,9 +48,9 @@ def test_a_rule_prints_as_the_call_that_makes_it(rule: functavg.AveragingRule, t
 
 
 def test_rules_with_functions_print_them() -> None:
-    assert repr(EMA(ramp)) == f"EMA(decay={ramp!r}, debias=False)"
+    assert repr(EMA(ramp)) == f"EMA(decay={ramp!r}, debias=False, start='init')"
     assert repr(WeightFn(quarter)) == f"WeightFn(fn={quarter!r})"
-    assert repr(AvgFn(ema_step)) == f"AvgFn(fn={ema_step!r})"
+    assert repr(AvgFn(ema_step)) == f"AvgFn(fn={ema_step!r}, grouped=False)"
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -60,8 +61,15 @@ def test_rules_are_frozen(name: str) -> None:
             setattr(rule, field.name, 0.5)
 
 
+def test_a_start_that_is_the_default_is_the_same_rule() -> None:
+    assert EMA(0.9) == EMA(0.9, start="copy") != EMA(0.9, start="init")
+    assert EMA.from_half_life(1, start="init") == EMA(0.5, start="init")
+    assert EMA(ramp) == EMA(ramp, start="init") != EMA(ramp, start="copy")
+
+
 def test_rules_of_other_arguments_differ() -> None:
-    rules = [EMA(0.9), EMA(0.99), EMA(0.9, debias=True), PowerEMA(1), PowerEMA(2), SWA(), Copy(), Freeze(), EMA(ramp)]
+    emas = [EMA(0.9), EMA(0.99), EMA(0.9, debias=True), EMA(0.9, start="init"), EMA(ramp), EMA(ramp, start="copy")]
+    rules = [*emas, PowerEMA(1), PowerEMA(2), SWA(), Latest(), Freeze()]
     assert len(set(rules)) == len(rules)
 
 

@@ -1,4 +1,4 @@
-"""state_dict and load_state_dict: any state goes through files that hold named numbers and arrays only."""
+"""to_state_dict and from_state_dict: any state goes through files that hold named numbers and arrays only."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_any_nest_goes_on_bit_for_bit_from_a_file(
     state = rule.init(convert(nests.iterate(0)))
     for index, (steps, params) in enumerate(updates):
         if index == half:
-            saved = functavg.state_dict(state._replace(count=number(state.count)) if convert is to_torch else state)
-            resumed = functavg.load_state_dict(rule.init(convert(nests.iterate(99))), through(saved))
+            saved = functavg.to_state_dict(state._replace(count=number(state.count)) if convert is to_torch else state)
+            resumed = functavg.from_state_dict(rule.init(convert(nests.iterate(99))), through(saved))
             assert optree.tree_structure(resumed) == optree.tree_structure(state)
             assert type(resumed.count) is int
         if index >= half:
@@ -83,7 +83,7 @@ def test_names_are_the_keys_joined_by_dots() -> None:
     inner = functavg.Partition({"a": functavg.LAWA(2), 7: functavg.SWA()}, {"encoder": {"weight": "a"}, "head": 7})
     rule = functavg.Every(functavg.Several({"fast": inner, "slow": functavg.EMA(0.9)}), 2)
     params = {"encoder": {"weight": np.zeros(1)}, "head": [np.zeros(1)]}
-    assert sorted(functavg.state_dict(rule.init(params))) == [
+    assert sorted(functavg.to_state_dict(rule.init(params))) == [
         "average.fast.encoder.weight",
         "average.fast.head.0",
         "average.slow.encoder.weight",
@@ -98,16 +98,16 @@ def test_names_are_the_keys_joined_by_dots() -> None:
         "memory.1.fast.memory.a.memory.1.1.encoder.weight",
         "memory.1.slow.count",
     ]
-    assert list(functavg.state_dict(functavg.SWA().init(np.zeros(1)))) == ["count", "average"]
+    assert list(functavg.to_state_dict(functavg.SWA().init(np.zeros(1)))) == ["count", "average"]
 
 
 def test_what_is_saved_is_no_copy_and_what_is_loaded_shares_no_memory() -> None:
     rule = functavg.EMA(0.5)
     for params in ({"w": torch.ones(2)}, {"w": np.ones(2)}):
         state = rule.init(params)
-        saved = functavg.state_dict(state)
+        saved = functavg.to_state_dict(state)
         assert saved["average.w"] is state.average["w"]
-        loaded = functavg.load_state_dict(state, saved)
+        loaded = functavg.from_state_dict(state, saved)
         rule.update(params, loaded, inplace=True)
         loaded.average["w"][:] = 7.0
         assert state.average["w"].tolist() == [1.0, 1.0]
@@ -119,7 +119,7 @@ def test_containers_and_key_types_are_those_of_like(library: str) -> None:
     rule = functavg.LAWA(2)
     state = rule.update(params, rule.init(params))
     saved = {name: np.asarray(value) if library.startswith("jax") else value for name, value in saved_of(state).items()}
-    loaded = functavg.load_state_dict(rule.init(params), saved)
+    loaded = functavg.from_state_dict(rule.init(params), saved)
     assert optree.tree_structure(loaded) == optree.tree_structure(state)
     for one, other in zip(optree.tree_leaves(loaded), optree.tree_leaves(state), strict=True):
         assert type(one) is type(other)
@@ -127,14 +127,14 @@ def test_containers_and_key_types_are_those_of_like(library: str) -> None:
 
 
 def saved_of(state: AverageState[Any]) -> dict[str, Any]:
-    return functavg.state_dict(state)
+    return functavg.to_state_dict(state)
 
 
 def test_leaves_take_the_dtypes_of_like() -> None:
     params = {"w": torch.full((2,), 0.1), "n": torch.tensor(3, dtype=torch.int32), "on": torch.tensor(True)}
-    saved = functavg.state_dict(functavg.SWA().init(params))
+    saved = functavg.to_state_dict(functavg.SWA().init(params))
     like = functavg.SWA().init(params | {"n": torch.tensor(0), "on": torch.tensor(0)}, dtype=torch.bfloat16)
-    average = functavg.load_state_dict(like, saved).average
+    average = functavg.from_state_dict(like, saved).average
     assert [average[name].dtype for name in ("w", "n", "on")] == [torch.bfloat16, torch.int64, torch.int64]
     assert average["w"].tolist() == params["w"].bfloat16().tolist()
     assert (average["n"].item(), average["on"].item()) == (3, 1)
@@ -144,10 +144,10 @@ def test_a_count_is_what_it_is_in_like() -> None:
     rule, params = functavg.Every(functavg.EMA(0.9), 1), {"w": torch.ones(1)}
     host = rule.update(params, rule.init(params))
     device = optree.tree_map(torch.as_tensor, host)
-    for saved in map(functavg.state_dict, (host, device)):
-        loaded = functavg.load_state_dict(host, saved)
+    for saved in map(functavg.to_state_dict, (host, device)):
+        loaded = functavg.from_state_dict(host, saved)
         assert (type(loaded.count), loaded.count, type(loaded.memory[0])) == (int, 1, int)
-        loaded = functavg.load_state_dict(device, saved)
+        loaded = functavg.from_state_dict(device, saved)
         assert (loaded.count.dtype, loaded.count.item(), loaded.memory[0].dtype) == (torch.int64, 1, torch.int64)
 
 
@@ -156,27 +156,27 @@ def test_a_count_of_jax_is_what_it_is_in_like() -> None:
     rule, params = functavg.SWA(), {"w": jnp.ones(1)}
     host = rule.update(params, rule.init(params))
     device = host._replace(count=jnp.asarray(1))
-    for saved in map(functavg.state_dict, (host, device)):
-        assert type(functavg.load_state_dict(host, saved).count) is int
-        loaded = functavg.load_state_dict(device, saved)
+    for saved in map(functavg.to_state_dict, (host, device)):
+        assert type(functavg.from_state_dict(host, saved).count) is int
+        loaded = functavg.from_state_dict(device, saved)
         assert (loaded.count.dtype, int(loaded.count)) == (device.count.dtype, 1)
 
 
 def test_onto_the_meta_device_values_stay_where_they_are() -> None:
     """A template without memory: only its structure, shapes and dtypes count."""
     params = {"w": torch.ones(2)}
-    saved = functavg.state_dict(functavg.SWA().init(params))
+    saved = functavg.to_state_dict(functavg.SWA().init(params))
     like = functavg.SWA().init({"w": torch.ones(2, device="meta")}, dtype=torch.float64)
-    loaded = functavg.load_state_dict(like, saved).average["w"]
+    loaded = functavg.from_state_dict(like, saved).average["w"]
     assert (loaded.device.type, loaded.dtype, loaded.tolist()) == ("cpu", torch.float64, [1.0, 1.0])
 
 
-def test_leaves_that_are_shared_stay_shared() -> None:  # S2
+def test_leaves_that_are_shared_stay_shared() -> None:
     shared = torch.zeros(1)
     params = {"embedding": shared, "head": shared, "scale": torch.zeros(1)}
     rule = functavg.EMA(0.9)
     state = rule.update(params, rule.init(params))
-    loaded = functavg.load_state_dict(rule.init(params), through_torch(functavg.state_dict(state)))
+    loaded = functavg.from_state_dict(rule.init(params), through_torch(functavg.to_state_dict(state)))
     shared.fill_(1.0)
     for inplace in (False, True):
         average = rule.update(params, loaded, inplace=inplace).average
@@ -188,15 +188,15 @@ def test_one_immutable_array_at_two_places_is_two_leaves() -> None:
     jnp = pytest.importorskip("jax.numpy")
     zero = jnp.zeros(1)
     like = functavg.AverageState(0, {"a": zero, "b": zero})
-    loaded = functavg.load_state_dict(like, {"count": 1, "average.a": jnp.ones(1), "average.b": jnp.full(1, 2.0)})
+    loaded = functavg.from_state_dict(like, {"count": 1, "average.a": jnp.ones(1), "average.b": jnp.full(1, 2.0)})
     assert (loaded.average["a"].item(), loaded.average["b"].item()) == (1.0, 2.0)
 
 
 def test_loading_under_inference_mode_gives_tensors_for_everywhere() -> None:
-    saved = functavg.state_dict(functavg.SWA().init({"w": torch.ones(2, requires_grad=True)}))
+    saved = functavg.to_state_dict(functavg.SWA().init({"w": torch.ones(2, requires_grad=True)}))
     with torch.inference_mode():
         like = functavg.SWA().init({"w": torch.ones(2, device="meta")})
-        loaded = functavg.load_state_dict(like, saved).average["w"]
+        loaded = functavg.from_state_dict(like, saved).average["w"]
     assert not loaded.is_inference()
     assert not loaded.requires_grad
 
@@ -208,30 +208,30 @@ def test_two_leaves_of_one_name_are_refused_by_path() -> None:
     state = functavg.SWA().init({"a.b": np.zeros(1), "a": {"b": np.zeros(1)}})
     message = r"state.average\['a'\]\['b'\] and state.average\['a.b'\] would both be saved as 'average.a.b'; rename"
     with pytest.raises(ValueError, match=message):
-        functavg.state_dict(state)
+        functavg.to_state_dict(state)
     with pytest.raises(ValueError, match=message):
-        functavg.load_state_dict(state, {})
+        functavg.from_state_dict(state, {})
     mixed = {0: np.zeros(1), "0": np.zeros(1)}
     with pytest.raises(ValueError, match=r"would both be saved as 'average.0'"):
-        functavg.state_dict(functavg.SWA().init(mixed))
+        functavg.to_state_dict(functavg.SWA().init(mixed))
 
 
 def test_arguments_that_are_no_state_are_refused() -> None:
     state = functavg.SWA().init({"w": np.zeros(1)})
-    with pytest.raises(TypeError, match=r"state_dict\(state\): state must be an AverageState, got dict"):
-        functavg.state_dict({"w": np.zeros(1)})  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"load_state_dict\(like, saved\): like must be an AverageState, got dict"):
-        functavg.load_state_dict(functavg.state_dict(state), state)  # type: ignore[arg-type, type-var]
-    with pytest.raises(TypeError, match=r"load_state_dict\(like, saved\): saved must be a dict, got AverageState"):
-        functavg.load_state_dict(state, state)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"to_state_dict\(state\): state must be an AverageState, got dict"):
+        functavg.to_state_dict({"w": np.zeros(1)})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"from_state_dict\(like, saved\): like must be an AverageState, got dict"):
+        functavg.from_state_dict(functavg.to_state_dict(state), state)  # type: ignore[arg-type, type-var]
+    with pytest.raises(TypeError, match=r"from_state_dict\(like, saved\): saved must be a dict, got AverageState"):
+        functavg.from_state_dict(state, state)  # type: ignore[arg-type]
 
 
 def test_leaves_that_are_no_arrays_are_refused_by_path() -> None:
     state = functavg.SWA().init({"w": np.zeros(1)})._replace(memory={"note": "text"})
     with pytest.raises(TypeError, match=r"state.memory\['note'\]: expected a number or an array, got str"):
-        functavg.state_dict(state)
+        functavg.to_state_dict(state)
     with pytest.raises(TypeError, match=r"state.memory\['note'\]: the leaf of `like` is neither a number nor an array"):
-        functavg.load_state_dict(state, {"count": 0, "average.w": np.zeros(1), "memory.note": "text"})
+        functavg.from_state_dict(state, {"count": 0, "average.w": np.zeros(1), "memory.note": "text"})
 
 
 RULE = functavg.Every(functavg.SWA(), 2)
@@ -256,17 +256,17 @@ RULE = functavg.Every(functavg.SWA(), 2)
             r"^average.layer.w: expected .*float64 or what it can hold, got .*complex128",
         ),
         (lambda d: d.update({"average.layer.w": "text"}), TypeError, r"^average.layer.w: expected a .*, got str"),
-        (lambda d: d.update(count=1.5), TypeError, r"^count: expected a number as 0 is, got 1.5 of float"),
-        (lambda d: d.update(count=True), TypeError, r"^count: expected a number as 0 is, got True of bool"),
-        (lambda d: d.update(count=np.zeros(1)), TypeError, r"^count: expected a number as 0 is, got .* of ndarray"),
+        (lambda d: d.update(count=1.5), TypeError, r"^count: expected a number like 0, got 1.5 of float"),
+        (lambda d: d.update(count=True), TypeError, r"^count: expected a number like 0, got True of bool"),
+        (lambda d: d.update(count=np.zeros(1)), TypeError, r"^count: expected a number like 0, got .* of ndarray"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(convert: Any, change: Any, error: type[Exception], message: str) -> None:
     state = RULE.init(convert({"layer": {"w": np.zeros(2)}}))
-    saved = functavg.state_dict(state)
+    saved = functavg.to_state_dict(state)
     change(saved)
     with pytest.raises(error, match=message):
-        functavg.load_state_dict(state, saved)
+        functavg.from_state_dict(state, saved)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -274,4 +274,4 @@ def test_what_is_no_tensor_is_refused_by_name(device: str) -> None:
     state = functavg.SWA().init({"w": torch.zeros(2, device=device)})
     for value in (np.zeros(2, np.float32), [0.0, 0.0]):
         with pytest.raises(TypeError, match=f"^average.w: expected a torch tensor, got {type(value).__name__}"):
-            functavg.load_state_dict(state, {"count": 0, "average.w": value})
+            functavg.from_state_dict(state, {"count": 0, "average.w": value})

@@ -20,7 +20,7 @@ VALUES = [0.0, 1e-9, 0.3, 0.999]
 
 
 @pytest.mark.parametrize("library", ARRAYS)
-@pytest.mark.parametrize("name", ["exp", "expm1", "log1p", "cos", "sin"])
+@pytest.mark.parametrize("name", ["exp", "expm1", "log1p", "sin"])
 def test_functions_of_one_number(name: str, library: str) -> None:
     fn = getattr(scalars, name)
     for value in (*VALUES, -0.5):
@@ -82,7 +82,7 @@ def test_a_rate_is_compounded(library: str, rate: float) -> None:
     for power in (1, 3, 1000):
         wanted = -math.expm1(power * math.log1p(-rate)) if rate < 1 else 1.0
         for left, right in ((rate, power), (make(rate), power), (rate, make(power)), (make(rate), make(power))):
-            assert float(scalars.compounded(left, right)) == pytest.approx(wanted, rel=1e-6, abs=0)
+            assert float(scalars.compound(left, right)) == pytest.approx(wanted, rel=1e-6, abs=0)
 
 
 def test_counts_are_lifted_to_the_widest_float() -> None:

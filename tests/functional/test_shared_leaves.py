@@ -96,7 +96,7 @@ def test_where_the_params_no_longer_share_a_pure_update_parts_the_leaves(library
     assert read(state.average["head"]["weight"]).tolist() == [1.5, 1.5]
 
 
-@pytest.mark.parametrize("name", ["EMA", "AvgFn", "Copy"])
+@pytest.mark.parametrize("name", ["EMA", "AvgFn", "Latest"])
 @pytest.mark.parametrize("library", MAKERS)
 def test_where_the_params_no_longer_share_an_update_in_place_names_both(library: str, name: str) -> None:
     make, rule = MAKERS[library], RULES[name].rule

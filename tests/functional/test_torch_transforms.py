@@ -23,14 +23,14 @@ COMPILED = {name: row.rule for name, row in WEIGHT_RULES.items() if name not in 
     "schedule-per-update": functavg.WeightFn(schedules.PerUpdate(schedules.Stretched(schedules.HalfLifeRamp(99), 2))),
     "Several": functavg.Several({"fast": functavg.EMA(0.9), "slow": functavg.PowerEMA(3)}),
     "Partition": functavg.Partition({"x": functavg.EMA(0.9, debias=True), "y": functavg.SWA()}, LABELS),
-    "nested": functavg.Several({"p": functavg.Partition({"x": functavg.SWA(), "y": functavg.Copy()}, LABELS)}),
+    "nested": functavg.Several({"p": functavg.Partition({"x": functavg.SWA(), "y": functavg.Latest()}, LABELS)}),
 }
 # These branch on a host count, or read a flag; on a device they do not.
 COMPILED_ON_DEVICE = COMPILED | {
     "LAWA": functavg.LAWA(3),
     "Every": functavg.Every(functavg.EMA(0.9), 3, start=1),
     "SkipNonFinite": functavg.SkipNonFinite(functavg.SWA()),
-    "doors": functavg.Every(functavg.SkipNonFinite(functavg.Several({"a": functavg.EMA(0.9)})), 2),
+    "gates": functavg.Every(functavg.SkipNonFinite(functavg.Several({"a": functavg.EMA(0.9)})), 2),
 }
 
 
@@ -92,7 +92,7 @@ def compiled_run(rule: functavg.AveragingRule, names: str, device: bool, inplace
     return graphs.count
 
 
-@pytest.mark.parametrize("name", [name for name in COMPILED if name not in ("Copy", "Freeze")])
+@pytest.mark.parametrize("name", [name for name in COMPILED if name not in ("Latest", "Freeze")])
 def test_compiled_updates_with_host_counts_are_few_graphs(name: str) -> None:
     """One for the first count, one for all others; no count is compiled anew. Two rules never look at it."""
     names = "whn" if "rules" in vars(COMPILED[name]) else "h"
@@ -110,7 +110,7 @@ def test_compiled_updates_in_place_with_tensor_counts_are_one_graph(name: str) -
     assert compiled_run(COMPILED_ON_DEVICE[name], "whn", device=True, inplace=True) == 1
 
 
-@pytest.mark.parametrize("name", ["EMA", "Partition", "doors"])
+@pytest.mark.parametrize("name", ["EMA", "Partition", "gates"])
 def test_compiled_pure_updates_with_tensor_counts_are_one_graph(name: str) -> None:
     assert compiled_run(COMPILED_ON_DEVICE[name], "wh" if name == "EMA" else "whn", device=True, inplace=False) == 1
 
@@ -150,7 +150,7 @@ def test_steps_and_shared_leaves_compile() -> None:
 
 
 def test_inductor_compiles_an_update_in_place() -> None:
-    """Of low precision and whole numbers, behind doors: the count and the averages are written where they are."""
+    """Of low precision and whole numbers, behind gates: the count and the averages are written where they are."""
     rule = functavg.Every(functavg.Several({"ema": functavg.EMA(0.9), "window": functavg.LAWA(2)}), 2)
     step = torch.compile(rule.update, fullgraph=True)
     eager, state = rule.init(params(0.0)), on_device(rule.init(params(0.0)))

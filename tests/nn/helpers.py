@@ -114,7 +114,7 @@ def is_weight(name: str, leaf: Any) -> str:
 WAYS = FUNCTIONS | RULE_ARGUMENTS
 """Arguments that make an AveragedModel without memory, with the profile of its weights over the steps."""
 WAYS["multi_avg_fn"] = ({"multi_avg_fn": multi_step}, oracle.ema(0.75))
-WAYS["MultiAvgFn"] = ({"rule": functavg.MultiAvgFn(multi_step)}, oracle.ema(0.75))
+WAYS["AvgFn-grouped"] = ({"rule": functavg.AvgFn(multi_step, grouped=True)}, oracle.ema(0.75))
 
 REMEMBERING: dict[str, dict[str, Any]] = {
     "LAWA": {"rule": LAWA(3)},

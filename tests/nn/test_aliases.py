@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from functavg import EMA, AveragedModel, Every, WeightFn
-from functavg.nn import pairing
 from tests.nn.helpers import fill, scalar, unchanged
 
 
@@ -100,7 +99,7 @@ def test_an_update_from_a_model_whose_buffer_is_lazy_or_on_meta_changes_nothing(
         averaged.update_parameters(model)
 
 
-# ---- modules that are shared, doors that are closed, inference mode
+# ---- modules that are shared, gates that are closed, inference mode
 
 
 def test_shared_modules_are_walked_once():
@@ -108,7 +107,6 @@ def test_shared_modules_are_walked_once():
     model = nn.Sequential(layer, layer)
     for _ in range(10):
         model = nn.Sequential(model, model)
-    assert pairing.in_step(model, model) is None
     averaged = AveragedModel(model, rule=EMA(0.5))
     for value in (0.0, 1.0):
         fill(model, value)
@@ -116,7 +114,7 @@ def test_shared_modules_are_walked_once():
     assert {parameter.item() for parameter in averaged.module.parameters()} == {0.5}
 
 
-def test_a_closed_door_converts_a_low_precision_model_once():
+def test_a_closed_gate_converts_a_low_precision_model_once():
     model = scalar(1.0, torch.bfloat16)
     averaged = AveragedModel(model, rule=Every(EMA(0.5), 3))
     averaged.update_parameters(model)
@@ -146,3 +144,34 @@ def test_a_wide_parameter_beside_narrow_ones_is_written_once():
     assert [
         parameter._version - old for parameter, old in zip(averaged.module.parameters(), versions, strict=True)
     ] == [1, 1]
+
+
+def test_a_tied_low_precision_weight_has_one_master_copy_after_a_move():
+    model = nn.Sequential(nn.Conv2d(2, 2, 3, bias=False), nn.Conv2d(2, 2, 3, bias=False)).bfloat16()
+    model[1].weight = model[0].weight
+    averaged = AveragedModel(model, rule=EMA(0.5))
+    averaged.update_parameters(model)
+    averaged.to(memory_format=torch.channels_last)
+    average = averaged.state.average
+    assert average["0.weight"] is average["1.weight"]
+
+
+def test_a_master_copy_is_not_trusted_where_data_became_another_shape_or_dtype():
+    model = nn.Linear(4, 4).bfloat16()
+    averaged = AveragedModel(model, rule=EMA(0.5))
+    averaged.update_parameters(model)
+    for net in (model, averaged.module):
+        net.bias.data = net.bias.data[:2]
+    averaged.update_parameters(model)
+    assert averaged.state.average["bias"].shape == (2,)
+    averaged.module.bias.data = averaged.module.bias.data.view(torch.float16)
+    assert torch.equal(averaged.state.average["bias"], averaged.module.bias.detach().float())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_quantised_buffer_is_copied():
+    model = scalar()
+    model.register_buffer("codes", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8))
+    averaged = AveragedModel(model, rule=EMA(0.5))
+    averaged.update_parameters(model)
+    assert torch.equal(averaged.module.codes.int_repr(), model.codes.int_repr())

@@ -26,7 +26,7 @@ def moving_to(value):
     return model, optimizer, step
 
 
-def test_accumulated_micro_batches_are_no_steps():  # C3
+def test_accumulated_micro_batches_are_no_steps():
     model = scalar(0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     averaged = AveragedModel(model, rule=EMA(0.99))
@@ -49,7 +49,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_that_a_scaler_skips_are_no_steps(name, fused):  # C4
+def test_steps_that_a_scaler_skips_are_no_steps(name, fused):
     model = nn.Linear(2, 1)
     optimizer = OPTIMIZERS[name](model.parameters(), fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -87,17 +87,65 @@ def test_a_handle_ends_it():
     assert averaged.n_averaged.item() == 2
 
 
-def test_two_optimizers_of_one_model_count_both():
+def two_optimizers():
+    """Return a model, two optimizers for parts of it, and an average."""
     model = Net()
     first = torch.optim.SGD(model.inputs.parameters(), lr=0.1)
     second = torch.optim.Adam(model.norm.parameters(), lr=0.1)
-    averaged = AveragedModel(model)
+    model(torch.randn(4, 3)).sum().backward()
+    return model, first, second, AveragedModel(model)
+
+
+def test_two_optimizers_attached_one_by_one_count_both():
+    model, first, second, averaged = two_optimizers()
     for optimizer in (first, second):
         averaged.attach(optimizer, model)
-    model(torch.randn(4, 3)).sum().backward()
     for optimizer in (first, second, second):
         optimizer.step()
     assert averaged.n_averaged.item() == 3
+
+
+@pytest.mark.parametrize("container", [list, tuple, set, iter], ids=lambda kind: kind.__name__)
+def test_two_optimizers_attached_together_make_one_update_when_both_have_stepped(container):
+    model, first, second, averaged = two_optimizers()
+    averaged.attach(container([first, second]), model)
+    counts = []
+    for optimizer in (first, second, second, first, first, first, second):
+        optimizer.step()
+        counts.append(averaged.n_averaged.item())
+    assert counts == [0, 1, 1, 2, 2, 2, 3]
+
+
+def test_of_two_optimizers_one_whose_step_is_skipped_has_not_stepped():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1, fused=True) for layer in model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    averaged = AveragedModel(model)
+    averaged.attach([first, second], model)
+    counts = []
+    for overflows in (False, True, False):
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        if overflows:
+            model[1].weight.grad.fill_(torch.inf)
+        for optimizer in (first, second):
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        counts.append(averaged.n_averaged.item())
+    assert counts == [1, 1, 2]
+
+
+def test_a_handle_of_two_optimizers_ends_both():
+    model, first, second, averaged = two_optimizers()
+    hooks = [len(optimizer._optimizer_step_post_hooks) for optimizer in (first, second)]
+    averaged.attach([first, second], model).remove()
+    assert [len(optimizer._optimizer_step_post_hooks) for optimizer in (first, second)] == hooks
+    with averaged.attach([first, second, first], model):
+        first.step()
+        second.step()
+    first.step()
+    second.step()
+    assert averaged.n_averaged.item() == 1
 
 
 def test_two_averages_of_one_optimizer_are_both_updated():
@@ -169,3 +217,188 @@ def test_an_attached_average_and_its_optimizer_can_be_copied(make):
     fill(model, 1.0)
     other.update_parameters(model)
     assert contents(other) == contents(averaged)
+
+
+# ---- optimizers of all kinds
+
+
+class Launcher(torch.optim.Optimizer):
+    """What a launcher makes of an optimizer: it never initialises its base, and steps once in ``every`` calls."""
+
+    def __init__(self, optimizer, every=2):
+        self.optimizer, self.every, self.calls = optimizer, every, 0
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def step(self, closure=None):
+        self.calls += 1
+        if self.calls % self.every == 0:
+            self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        if self.calls % self.every == 0:
+            self.optimizer.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_optimizer_inside_the_wrapper_of_a_launcher_is_followed(depth):
+    model, optimizer, _ = moving_to(1.0)
+    wrapped = optimizer
+    for every in (2, 1, 1)[:depth]:
+        wrapped = Launcher(wrapped, every)
+    averaged = AveragedModel(model, rule=EMA(0.5))
+    handle = averaged.attach(wrapped, model)
+    for _ in range(4):
+        model(torch.ones(1, 1)).sum().backward()
+        wrapped.step()
+        wrapped.zero_grad()
+    assert averaged.n_averaged.item() == 2
+    handle.remove()
+    wrapped.step()
+    wrapped.step()
+    assert averaged.n_averaged.item() == 2
+
+
+def test_an_optimizer_and_its_wrapper_are_one():
+    model, optimizer, step = moving_to(1.0)
+    averaged = AveragedModel(model)
+    averaged.attach([optimizer, Launcher(optimizer)], model)
+    step()
+    assert averaged.n_averaged.item() == 1
+
+
+def test_accelerate_accumulates_without_updates():
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    averaged = AveragedModel(model)
+    averaged.attach(optimizer, model)
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert averaged.n_averaged.item() == 2
+
+
+def test_the_optimizer_that_lightning_wraps_is_followed():
+    core = pytest.importorskip("pytorch_lightning.core.optimizer")
+    model, optimizer, step = moving_to(1.0)
+    averaged = AveragedModel(model)
+    averaged.attach(core.LightningOptimizer(optimizer), model)
+    step()
+    assert averaged.n_averaged.item() == 1
+
+
+class Clipping(torch.optim.SGD):
+    """Does more in its step than its base class."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.clamp_(max=0.5)
+        return loss
+
+
+class Twice(Clipping):
+    """Does so once more."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [Clipping, Twice])
+def test_a_step_that_calls_the_step_of_its_base_class_is_one_step(kind):
+    """The hooks run for each of them, once the base class has had an instance of its own."""
+    model, optimizer, step = moving_to(1.0)
+    step()
+    Clipping(model.parameters(), lr=1.0)
+    optimizer = kind(model.parameters(), lr=1.0)
+    averaged = AveragedModel(model)
+    averaged.attach(optimizer, model)
+    ran = []
+    optimizer.register_step_post_hook(lambda *args: ran.append(1))
+    for _ in range(2):
+        model.weight.grad = model.weight.detach() - 1.0
+        optimizer.step()
+    assert len(ran) > 2
+    assert averaged.n_averaged.item() == 2
+    assert averaged.module.weight.item() == 0.5  # the whole step was done
+
+
+def test_after_a_step_that_fails_the_next_one_counts():
+    model, optimizer, _ = moving_to(1.0)
+    optimizer = Clipping(model.parameters(), lr=1.0)
+    averaged = AveragedModel(model)
+    averaged.attach(optimizer, model)
+
+    def failing():
+        raise RuntimeError("no loss")
+
+    with pytest.raises(RuntimeError, match="no loss"):
+        optimizer.step(failing)
+    optimizer.step()
+    assert averaged.n_averaged.item() == 1
+
+
+class Hookless(torch.optim.Optimizer):
+    """An optimizer that makes a dict of hooks and never runs one, as some look-aheads do."""
+
+    def __init__(self, base):
+        self._optimizer_step_post_hooks = {}
+        self._base = base
+
+    def step(self, closure=None):
+        return self._base.step(closure)
+
+
+class Loop:
+    """No optimizer, but it holds one."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+def circular(optimizer):
+    wrapped = Launcher(optimizer)
+    wrapped.optimizer = wrapped
+    return wrapped
+
+
+WRONG = {
+    "swapped": (lambda model, optimizer: (model, optimizer), r"arguments are swapped.*optimizer comes first"),
+    "module": (lambda model, optimizer: (nn.Sequential(model), model), "optimizer must be no module, got Sequential"),
+    "no model": (lambda model, optimizer: (optimizer, None), "model must be the torch.nn.Module.*got NoneType"),
+    "twice": (lambda model, optimizer: (optimizer, optimizer), "model must be the torch.nn.Module.*got SGD"),
+    "none": (lambda model, optimizer: (None, model), "must be a torch.optim.Optimizer or a list.*got NoneType"),
+    "class": (lambda model, optimizer: (torch.optim.SGD, model), "must be a torch.optim.Optimizer.*got type"),
+    "parameters": (lambda model, optimizer: (model.parameters(), model), "got Parameter"),
+    "empty": (lambda model, optimizer: ([], model), "an optimizer or several, got none"),
+    "one of two": (
+        lambda model, optimizer: ([optimizer, "adam"], model),
+        r"got str. .*update_parameters\(model\) after",
+    ),
+    "holder": (lambda model, optimizer: (Loop(optimizer), model), r"got Loop. Pass .* the Loop's \.optimizer"),
+    "scheduler": (
+        lambda model, optimizer: (torch.optim.lr_scheduler.StepLR(optimizer, 1), model),
+        r"got StepLR. Pass .* the StepLR's \.optimizer",
+    ),
+    "hookless": (lambda model, optimizer: (Hookless(optimizer), model), "Hookless runs no hooks.*Attach to the optim"),
+    "circular": (lambda model, optimizer: (circular(optimizer), model), "Launcher runs no hooks"),
+    "wraps nothing": (lambda model, optimizer: (Launcher(None), model), "Launcher runs no hooks"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_cannot_be_attached_is_named_and_nothing_is_attached(wrong):
+    arguments, message = WRONG[wrong]
+    model, optimizer, step = moving_to(1.0)
+    averaged = AveragedModel(model)
+    with pytest.raises(TypeError, match=message):
+        averaged.attach(*arguments(model, optimizer))
+    step()
+    assert averaged.n_averaged.item() == 0

@@ -81,7 +81,7 @@ def test_torchs_functions_are_told_steps_as_the_rules_are(name):
     Course(AveragedModel(model, **arguments), model, profile).go(1).go(2, steps=3).check()
 
 
-@pytest.mark.parametrize("kind", ["avg_fn", "multi_avg_fn", "AvgFn", "MultiAvgFn"])
+@pytest.mark.parametrize("kind", ["avg_fn", "multi_avg_fn", "AvgFn", "AvgFn-grouped"])
 def test_functions_count_models_whatever_the_steps(kind):
     averaged = AveragedModel(scalar(), **WAYS[kind][0])
     for value in (0.0, 1.0, 1.0):
@@ -137,7 +137,7 @@ def test_the_average_never_shares_memory_with_the_model(name):
 # ---- precision
 
 
-def test_a_slow_average_of_bfloat16_moves():  # P1
+def test_a_slow_average_of_bfloat16_moves():
     model = scalar(1.0, torch.bfloat16)
     averaged = AveragedModel(model, rule=EMA(0.9999))
     averaged.update_parameters(model)
@@ -151,7 +151,7 @@ def test_a_slow_average_of_bfloat16_moves():  # P1
     assert averaged.state_dict()["module.weight"].item() == averaged.state.average["weight"].item()
 
 
-def test_the_mean_of_many_bfloat16_snapshots_is_right():  # P2
+def test_the_mean_of_many_bfloat16_snapshots_is_right():
     model = scalar(1.0, torch.bfloat16)
     averaged = AveragedModel(model)
     for value in (1.0, 2.0):
@@ -163,7 +163,7 @@ def test_the_mean_of_many_bfloat16_snapshots_is_right():  # P2
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_a_low_precision_model_goes_into_a_float32_average(name):  # P3
+def test_a_low_precision_model_goes_into_a_float32_average(name):
     arguments, profile = WAYS[name]
     model = Net().bfloat16()
     course = Course(AveragedModel(model, **arguments).float(), model, profile)
@@ -175,7 +175,7 @@ def test_a_low_precision_model_goes_into_a_float32_average(name):  # P3
 @pytest.mark.parametrize(
     "make", [functavg.get_ema_avg_fn, functavg.get_ema_multi_avg_fn, EMA], ids=lambda f: f.__name__
 )
-def test_the_average_does_not_depend_on_the_type_of_the_decay(make, decay):  # P4
+def test_the_average_does_not_depend_on_the_type_of_the_decay(make, decay):
     averages = []
     for given in (0.9, decay):
         model = Net().bfloat16()
@@ -188,7 +188,7 @@ def test_the_average_does_not_depend_on_the_type_of_the_decay(make, decay):  # P
     assert averages[0] == averages[1]
 
 
-def test_an_equal_mean_of_float16_does_not_overflow_on_the_way():  # P5
+def test_an_equal_mean_of_float16_does_not_overflow_on_the_way():
     model = scalar(4000.0, torch.float16)
     averaged = AveragedModel(model)
     for _ in range(20):
@@ -213,7 +213,7 @@ def test_float8_and_complex_parameters_are_averaged():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_counters_of_batches_are_copied(dtype):  # L1
+def test_counters_of_batches_are_copied(dtype):
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to(dtype)
     averaged = AveragedModel(model, rule=EMA(0.99), use_buffers=True)
     batch = torch.randn(4, 2, dtype=dtype)
@@ -226,7 +226,7 @@ def test_counters_of_batches_are_copied(dtype):  # L1
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_integer_and_bool_buffers_take_the_newest_value(name):  # L2
+def test_integer_and_bool_buffers_take_the_newest_value(name):
     model = nn.Linear(1, 1)
     model.register_buffer("unsigned", torch.tensor(5, dtype=torch.uint8))
     model.register_buffer("signed", torch.tensor(100, dtype=torch.int8))
@@ -247,7 +247,7 @@ def legacy_spectral_norm(layer):
 
 
 @pytest.mark.parametrize("spectral_norm", [nn.utils.parametrizations.spectral_norm, legacy_spectral_norm])
-def test_vectors_of_a_spectral_norm_are_copied(spectral_norm):  # L3
+def test_vectors_of_a_spectral_norm_are_copied(spectral_norm):
     torch.manual_seed(0)
     model = spectral_norm(nn.Linear(16, 16, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -269,7 +269,7 @@ def test_vectors_of_a_spectral_norm_are_copied(spectral_norm):  # L3
 
 @pytest.mark.parametrize("persistent", [True, False])
 @pytest.mark.parametrize("rule", [EMA(0.5), functavg.AvgFn(ema_step)])
-def test_the_average_follows_buffers_that_are_resized_registered_or_set_to_none(rule, persistent):  # L4
+def test_the_average_follows_buffers_that_are_resized_registered_or_set_to_none(rule, persistent):
     model = nn.Sequential(nn.Linear(1, 1))
     model[0].register_buffer("cache", torch.zeros(4), persistent=persistent)
     model[0].register_buffer("later", None, persistent=persistent)
@@ -408,7 +408,7 @@ def test_what_to_average_by_is_read_at_each_update():
 
 
 def test_the_representation_shows_the_rule():
-    assert "rule=EMA(decay=0.9, debias=False), use_buffers=True" in repr(
+    assert "rule=EMA(decay=0.9, debias=False, start='copy'), use_buffers=True" in repr(
         AveragedModel(scalar(), multi_avg_fn=functavg.get_ema_multi_avg_fn(0.9), use_buffers=True)
     )
     assert "rule=SWA()" in repr(AveragedModel(scalar()))
@@ -521,7 +521,7 @@ def test_a_function_may_have_an_attribute_named_rule_that_is_none(name):
     ],
     ids="+".join,
 )
-def test_two_ways_to_average_are_one_too_many(arguments):  # T7
+def test_two_ways_to_average_are_one_too_many(arguments):
     with pytest.raises(AssertionError, match="Only one of avg_fn, multi_avg_fn and rule"):
         AveragedModel(scalar(), **arguments)
 
@@ -540,14 +540,14 @@ def test_a_rule_must_be_one(rule):
 
 @pytest.mark.parametrize("decay", [float("nan"), -0.1, 1.1, "0.9", None])
 @pytest.mark.parametrize("make", [functavg.get_ema_avg_fn, functavg.get_ema_multi_avg_fn], ids=lambda f: f.__name__)
-def test_a_wrong_decay_is_refused_with_its_value(make, decay):  # T6
+def test_a_wrong_decay_is_refused_with_its_value(make, decay):
     with pytest.raises((TypeError, ValueError), match=rf"decay.*{decay}"):
         make(decay)
 
 
 def test_rules_of_functions_want_functions():
     with pytest.raises(TypeError, match=r"fn must be callable, got 0.9"):
-        functavg.MultiAvgFn(0.9)
+        functavg.AvgFn(0.9, grouped=True)
 
 
 # ---- modes
@@ -583,7 +583,7 @@ def test_updates_do_not_depend_on_modes(name, dtype, mode):
 
 @pytest.mark.parametrize(("built", "dtype"), [(True, torch.bfloat16), (False, torch.float32)], ids=["built", "updated"])
 @pytest.mark.parametrize("name", EVERY_WAY)
-def test_what_was_built_or_updated_in_inference_mode_is_updated_outside(name, built, dtype):  # T4
+def test_what_was_built_or_updated_in_inference_mode_is_updated_outside(name, built, dtype):
     """The same average comes out as without inference mode."""
 
     def average(mode):

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import pytest
 import torch
 from torch import distributed, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import swa_utils
 
 from functavg.nn import AveragedModel, update_bn
@@ -72,7 +73,7 @@ def used(*norms):
 # ---- what is estimated
 
 
-def test_each_sample_weighs_the_same_whatever_its_batch():  # B1
+def test_each_sample_weighs_the_same_whatever_its_batch():
     norm = nn.BatchNorm1d(1)
     update_bn([torch.zeros(99, 1), torch.full((2, 1), 101.0)], norm)
     assert norm.running_mean.item() == pytest.approx(2.0, rel=1e-6)
@@ -274,11 +275,231 @@ def test_an_error_leaves_a_lazy_batch_norm_as_if_just_initialised():
     }
 
 
+# ---- InstanceNorms
+
+INSTANCES = {
+    "1d": (nn.InstanceNorm1d, (3, 6)),
+    "2d": (nn.InstanceNorm2d, (3, 4, 5)),
+    "3d": (nn.InstanceNorm3d, (3, 2, 3, 4)),
+}
+
+
+def exact_instances(samples):
+    """Return the means over samples of the mean and the unbiased variance of each."""
+    flat = [sample.double().flatten(1) for sample in samples]
+    return torch.stack([x.mean(1) for x in flat]).mean(0), torch.stack([x.var(1) for x in flat]).mean(0)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("kind", INSTANCES)
+def test_an_instance_norm_gets_the_mean_of_the_statistics_of_all_samples(kind, momentum):
+    make, shape = INSTANCES[kind]
+    norm, data = make(3, track_running_stats=True, momentum=momentum).eval(), batches(shape, (7, 1, 5))
+    before = snapshot(norm)
+    update_bn(data, norm)
+    mean, var = exact_instances([sample for batch in data for sample in batch])
+    torch.testing.assert_close(norm.running_mean.double(), mean, rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm.running_var.double(), var, rtol=1e-6, atol=0)
+    assert [snapshot(norm)[key] == before[key] for key in ("identities", "modes", "momenta", "hooks")] == [True] * 4
+
+
+def test_samples_of_an_instance_norm_weigh_alike_whatever_their_size_and_come_without_a_batch_too():
+    norm = nn.InstanceNorm1d(1, track_running_stats=True)
+    data = [torch.full((2, 1, 4), 1.0), torch.full((1, 8), 4.0), torch.zeros(0, 1, 3), torch.full((1, 1, 2), 6.0)]
+    update_bn(data, norm)
+    assert norm.running_mean.item() == pytest.approx((1 + 1 + 4 + 6) / 4, rel=1e-6)
+
+
+def test_a_lazy_instance_norm_is_initialised_and_estimated():
+    norm, expected = (
+        make(track_running_stats=True) for make in (nn.LazyInstanceNorm1d, lambda **k: nn.InstanceNorm1d(3, **k))
+    )
+    for each in (norm, expected):
+        update_bn(batches((3, 6)), each)
+    assert norm.running_mean.tolist() == expected.running_mean.tolist()
+
+
+def test_an_instance_norm_that_tracks_nothing_leaves_the_loader_alone():
+    update_bn((pytest.fail("read") for _ in range(1)), nn.Sequential(nn.InstanceNorm1d(3)))
+
+
+# ---- heirs
+
+
+class OwnNorm(_NormBase):
+    """A norm on torch's base class, which centres by the mean only."""
+
+    def forward(self, x):
+        mean, var = x.mean(0), x.var(0)
+        if self.training:
+            self.running_mean += self.momentum * (mean - self.running_mean)
+            self.running_var = (1 - self.momentum) * self.running_var + self.momentum * var
+        return x - (mean if self.training else self.running_mean)
+
+
+class Normalise(nn.BatchNorm1d):
+    """A BatchNorm with its statistics frozen by its forward."""
+
+    def forward(self, x):
+        return nn.functional.batch_norm(x, self.running_mean, self.running_var, eps=self.eps)
+
+
+def test_an_heir_of_the_base_of_norms_is_estimated():
+    norm, expected, data = OwnNorm(2), nn.BatchNorm1d(2), batches()
+    norm.running_mean.fill_(-7.0)
+    update_bn(data, norm)
+    update_bn(data, expected)
+    torch.testing.assert_close(norm.running_mean, expected.running_mean, rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm.running_var, expected.running_var, rtol=1e-6, atol=0)
+    assert norm.momentum == 0.1
+
+
+def test_an_heir_with_statistics_that_are_not_finite_is_healed():
+    norm, data = OwnNorm(2), batches()
+    norm.running_mean.fill_(torch.nan)
+    update_bn(data, norm)
+    torch.testing.assert_close(norm.running_mean, torch.cat(data).mean(0), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_heir_whose_forward_leaves_its_statistics_alone_keeps_them_and_computes_with_them(training):
+    model = nn.Sequential(Normalise(2), nn.BatchNorm1d(2)).train(training)
+    model[0].running_mean.fill_(5.0)
+    before, seen, data = snapshot(model[0]), [], batches()
+    model[1].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    update_bn(data, model)
+    assert snapshot(model[0]) == before
+    torch.testing.assert_close(torch.cat(seen), (torch.cat(data) - 5) / (1 + 1e-5) ** 0.5)
+    assert model[1].num_batches_tracked == 3
+
+
+# ---- modules of other classes
+
+
+class Own(nn.Module):
+    """A norm that has nothing to do with torch's."""
+
+    def __init__(self, width=2):
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(width))
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x):
+        if self.training:
+            self.running_mean = 0.9 * self.running_mean + 0.1 * x.mean(0)
+            self.steps += 1
+        return x - self.running_mean
+
+
+class OwnParameter(nn.Module):
+    """Keeps its statistics in a parameter that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.moving_std = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x):
+        self.moving_std.lerp_(x.std(0), 0.5)
+        return x / self.moving_std
+
+
+class Frozen(Own):
+    """A norm with constant statistics, as detectors have."""
+
+    def forward(self, x):
+        return x - self.running_mean
+
+
+@pytest.mark.parametrize("make", [Own, OwnParameter])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_norm_of_another_class_is_named_and_has_what_its_forward_makes_of_the_pass(make, alone):
+    model = nn.Sequential(make()) if alone else nn.Sequential(make(), nn.BatchNorm1d(2))
+    expected, data = copy.deepcopy(model), batches()
+    for batch in data:
+        expected[0](batch)
+    with pytest.warns(
+        UserWarning, match=rf"cannot estimate the statistics of 0 \({make.__name__}\), which are no"
+    ) as caught:
+        update_bn(data, model.eval())
+    assert caught[0].filename == __file__
+    assert {key: value.tolist() for key, value in model[0].state_dict().items()} == {
+        key: value.tolist() for key, value in expected[0].state_dict().items()
+    }
+    assert alone or model[1].num_batches_tracked == 3
+
+
+def test_after_an_error_norms_of_other_classes_are_as_they_were():
+    model = nn.Sequential(Own(), OwnParameter(), nn.BatchNorm1d(2))
+    model(batches()[0])
+    before = {name: (id(tensor), tensor.tolist()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    with pytest.raises(OSError, match="the disk is gone"):
+        update_bn(failing_loader(), model)
+    assert {name: (id(t), t.tolist()) for name, t in model.state_dict(keep_vars=True).items()} == before
+
+
+def test_statistics_that_no_forward_changes_are_not_spoken_of():
+    model = nn.Sequential(Frozen(), Own().eval(), nn.BatchNorm1d(2))
+    update_bn(batches(), model)
+    assert model[2].num_batches_tracked == 3
+
+
+SCRIPTED = {
+    "scripted": lambda: torch.jit.script(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))),
+    "scripted in eval": lambda: torch.jit.script(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).eval()),
+    "scripted InstanceNorm": lambda: torch.jit.script(nn.InstanceNorm1d(3, track_running_stats=True)),
+    "scripted part": lambda: nn.Sequential(nn.BatchNorm1d(2), torch.jit.script(nn.BatchNorm1d(2))),
+    "traced": lambda: torch.jit.trace(nn.BatchNorm1d(2).eval(), torch.ones(3, 2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is not supported in Python:DeprecationWarning")
+@pytest.mark.parametrize("kind", SCRIPTED)
+def test_scripted_norms_are_refused_before_the_loader_is_read(kind):
+    model = SCRIPTED[kind]()
+    before = {name: value.tolist() for name, value in model.state_dict().items()}, model.training
+    with pytest.raises(TypeError, match=r"which torch.jit has scripted or traced. Call update_bn before torch.jit.scr"):
+        update_bn((pytest.fail("read") for _ in range(1)), model)
+    assert ({name: value.tolist() for name, value in model.state_dict().items()}, model.training) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is not supported in Python:DeprecationWarning")
+def test_a_frozen_scripted_part_keeps_its_statistics():
+    model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(2)), nn.BatchNorm1d(2))
+    model[0].eval()
+    update_bn(batches(), model)
+    assert model[0].running_mean.tolist() == [0.0, 0.0]
+    assert model[1].num_batches_tracked == 3
+    update_bn((pytest.fail("read") for _ in range(1)), torch.jit.script(nn.Linear(2, 2)))
+
+
+# ---- what is derived
+
+
+def test_casts_of_autocast_are_dropped_where_modes_write_to_weights():
+    class Merging(nn.Linear):
+        def train(self, mode=True):
+            if mode != self.training:
+                self.weight.data += -1.0 if mode else 1.0
+            return super().train(mode)
+
+    model = nn.Sequential(Merging(1, 1, bias=False), nn.BatchNorm1d(1)).eval()
+    x, inputs = torch.ones(2, 1), []
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        merged = model[0](x).clone()
+        hook = model[1].register_forward_pre_hook(lambda module, args: inputs.append(args[0].clone()))
+        update_bn([x], model)
+        hook.remove()
+        torch.testing.assert_close(model[0](x), merged, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(inputs[0], merged - 1, rtol=0.02, atol=0.02)
+
+
 # ---- modes
 
 
 @pytest.mark.parametrize("wrapper", ["none", "functavg", "torch", "compile", "DataParallel", "nested"])
-def test_a_model_in_eval_is_estimated_in_any_wrapper_and_stays_in_eval(wrapper):  # B3
+def test_a_model_in_eval_is_estimated_in_any_wrapper_and_stays_in_eval(wrapper):
     wrap = {
         "none": lambda model: model,
         "functavg": AveragedModel,
@@ -452,7 +673,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("mode", ["train", "eval", "mixed"])
 @pytest.mark.parametrize("failure", FAILURES)
-def test_an_error_leaves_everything_as_it_was(failure, mode):  # B4
+def test_an_error_leaves_everything_as_it_was(failure, mode):
     loader, forward, error, message = FAILURES[failure]
     model = used().train(mode == "train")
     model[2].train(mode != "eval")
@@ -572,7 +793,7 @@ def sum_of_two():
 
 
 @pytest.mark.parametrize("container", [dict, OrderedDict, UserDict, MappingProxyType])
-def test_a_mapping_becomes_the_keyword_arguments(container):  # B2
+def test_a_mapping_becomes_the_keyword_arguments(container):
     pairs, mean = sum_of_two()
     model = TwoInputs()
     update_bn([container({"x": x, "y": y}) for x, y in pairs], model)
@@ -580,7 +801,7 @@ def test_a_mapping_becomes_the_keyword_arguments(container):  # B2
 
 
 @pytest.mark.parametrize("container", [dict, OrderedDict, UserDict, MappingProxyType])
-def test_device_moves_the_keyword_arguments(container):  # B2
+def test_device_moves_the_keyword_arguments(container):
     pairs, _ = sum_of_two()
     model, devices = TwoInputs().to("meta"), []
     model.norm.register_forward_pre_hook(lambda module, args: devices.append(args[0].device.type))
@@ -588,7 +809,7 @@ def test_device_moves_the_keyword_arguments(container):  # B2
     assert devices == ["meta"] * 3
 
 
-def test_forward_gets_the_model_and_the_whole_batch():  # B2
+def test_forward_gets_the_model_and_the_whole_batch():
     pairs, mean = sum_of_two()
     model = TwoInputs()
     update_bn(pairs, model, forward=lambda model, batch: model(*batch))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import weakref
 
@@ -13,7 +14,21 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from functavg import EMA, AveragedModel
-from tests.nn.helpers import Net, all_values, bits, fill, parameters_of, quarter, randomise, scalar, tensors, unchanged
+from functavg.nn.copying import copy_model
+from functavg.nn.overwriting import overwrite_
+from tests.nn.helpers import (
+    Net,
+    all_values,
+    bits,
+    fill,
+    parameters_of,
+    process_group,
+    quarter,
+    randomise,
+    scalar,
+    tensors,
+    unchanged,
+)
 
 
 def quartered(model, **arguments):
@@ -31,7 +46,7 @@ def quartered(model, **arguments):
 @pytest.mark.parametrize(
     "make", [nn.utils.weight_norm, parametrizations.weight_norm], ids=["legacy", "parametrization"]
 )
-def test_weight_norm_is_averaged(make, forward):  # M1
+def test_weight_norm_is_averaged(make, forward):
     model = nn.Sequential(make(nn.Linear(2, 2)))
     if forward:
         model(torch.ones(1, 2)).sum().backward()
@@ -87,7 +102,7 @@ class Caching(nn.Module):
         return self.last
 
 
-def test_cached_activations_are_copied_without_their_graph():  # M2
+def test_cached_activations_are_copied_without_their_graph():
     model = nn.Sequential(Caching())
     model(torch.ones(1, 2))
     averaged = AveragedModel(model, rule=EMA(0.75))
@@ -100,7 +115,7 @@ def test_cached_activations_are_copied_without_their_graph():  # M2
 
 
 @pytest.mark.parametrize("with_gradients", [True, False])
-def test_gradients_stay_behind(with_gradients):  # M3
+def test_gradients_stay_behind(with_gradients):
     model = Net()
     model.cache.requires_grad_()
     if with_gradients:
@@ -148,7 +163,7 @@ def test_hooks_and_attributes_come_along():
     assert averaged.module.config["name"] is not model.config["name"]
 
 
-def double(module, args, output):
+def double(module, args, output, lock=None):
     """A forward hook."""
     return 2 * output
 
@@ -160,6 +175,148 @@ class Locked(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
         self.lock = threading.Lock()
+
+
+class Owner(nn.Module):
+    """Holds one thing beside a weight."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.own = value
+
+
+class Stubborn(torch.Tensor):
+    """A tensor that cannot be copied."""
+
+    def __deepcopy__(self, memo):
+        raise TypeError("no copies")
+
+
+RESISTING = {
+    "lock": threading.Lock,
+    "lock in a dict": lambda: {"deep": [threading.RLock()]},
+    "generator": lambda: (number for number in range(3)),
+    "module": lambda: copy,
+    "hooked": lambda: threading.Thread(target=print),
+    "tensor": lambda: torch.zeros(1).as_subclass(Stubborn),
+}
+
+
+@pytest.mark.parametrize("kind", RESISTING)
+def test_the_attribute_that_resists_is_named(kind):
+    model = nn.Sequential(nn.ReLU(), Owner(RESISTING[kind]()), Net())
+    with (
+        unchanged(model),
+        pytest.raises(TypeError, match=r"cannot copy 1 \(Owner\): its attribute own resists: .*module="),
+    ):
+        AveragedModel(model)
+
+
+def test_an_open_file_is_named(tmp_path):
+    with (
+        (tmp_path / "log").open("w") as file,
+        pytest.raises(TypeError, match=r"the model \(Owner\): its attribute own"),
+    ):
+        AveragedModel(Owner(file))
+
+
+def test_parameters_buffers_and_hooks_that_resist_are_named():
+    model = nn.Sequential(Owner(None))
+    model[0].weight = nn.Parameter(torch.zeros(1).as_subclass(Stubborn), requires_grad=False)
+    with pytest.raises(TypeError, match=r"cannot copy 0 \(Owner\): its attribute weight resists: no copies"):
+        AveragedModel(model)
+    model = nn.Sequential(Owner(None))
+    model[0].register_buffer("state", torch.zeros(1).as_subclass(Stubborn))
+    with pytest.raises(TypeError, match=r"cannot copy 0 \(Owner\): its attribute state resists: no copies"):
+        AveragedModel(model)
+    model = nn.Sequential(Owner(None))
+    model[0].register_forward_hook(functools.partial(double, lock=threading.Lock()))
+    with pytest.raises(TypeError, match=r"cannot copy 0 \(Owner\): its attribute _forward_hooks resists"):
+        AveragedModel(model)
+
+
+def test_what_is_copied_although_it_holds_more_than_values():
+    held = {"reference": weakref.ref(Net()), "random": torch.Generator(), "function": lambda: 0}
+    assert all_values(quartered(nn.Sequential(Owner(held)))) == {0.25}
+
+
+def test_a_module_whose_own_copying_fails_is_named():
+    class Refusing(nn.Linear):
+        def __deepcopy__(self, memo):
+            raise ValueError("never")
+
+    with pytest.raises(TypeError, match=r"cannot copy 1 \(Refusing\): never"):
+        AveragedModel(nn.Sequential(nn.ReLU(), Refusing(1, 1)))
+
+
+# ---- devices and memory
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "message"),
+    [
+        ("gpu", ValueError, r"device must be one that torch knows, such as 'cpu' or 'cuda:0', got 'gpu'"),
+        ("cuda:x", ValueError, r"device must be one that torch knows.*got 'cuda:x'"),
+        ("", ValueError, "device must be one that torch knows.*got ''"),
+        (3.5, TypeError, r"device must be a torch.device, its name or its index, got 3.5"),
+        (["cpu"], TypeError, r"device must be a torch.device.*got \['cpu'\]"),
+        ("privateuseone:5", RuntimeError, "device 'privateuseone:5' is not available: "),
+        ("vulkan", RuntimeError, "device 'vulkan' is not available: "),
+        (99, RuntimeError, "device '99' is not available: "),
+    ],
+)
+def test_a_device_that_is_none_or_not_there_is_named(device, error, message):
+    with pytest.raises(error, match=message) as caught:
+        AveragedModel(nn.Sequential(Locked()), device=device)
+    assert "Locked" not in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "cpu:0", "meta"])
+def test_devices_that_are_there_are_taken_by_any_name(device):
+    averaged = AveragedModel(Net(), device=device)
+    assert {tensor.device.type for tensor in tensors(averaged).values()} == {torch.device(device).type}
+
+
+class Full(nn.Module):
+    """Runs out of memory when it is copied."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def __deepcopy__(self, memo):
+        raise self.error
+
+
+SHORTAGES = [
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("MPS backend out of memory"),
+    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4398046511104 bytes."),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4398046511104 bytes."),
+]
+
+
+@pytest.mark.parametrize("error", SHORTAGES, ids=lambda error: f"{type(error).__name__}: {str(error)[:30]}")
+def test_a_copy_that_runs_out_of_memory_raises_that_error(error):
+    with pytest.raises(type(error)) as caught:
+        AveragedModel(nn.Sequential(Full(error)))
+    assert caught.value is error
+
+
+def test_a_copy_that_really_runs_out_of_memory_raises_the_error_of_the_allocator():
+    model = nn.Linear(1, 1)
+    model.register_buffer("huge", torch.zeros(1).expand(2**60))
+    with pytest.raises(RuntimeError, match="allocate"):
+        AveragedModel(model)
+
+
+def test_a_model_must_be_a_module():
+    with pytest.raises(TypeError, match=r"model must be the torch.nn.Module to average, got dict"):
+        AveragedModel({"weight": torch.zeros(1)})
+    with pytest.raises(TypeError, match=r"module= must be a ready copy of the model, a torch.nn.Module, got type"):
+        AveragedModel(scalar(), module=nn.Linear)
 
 
 def test_what_resists_is_named():
@@ -265,6 +422,183 @@ def test_a_ready_module_that_shares_memory_with_the_model_is_refused():
     for ready in (model, copy.copy(model)):
         with unchanged(model), pytest.raises(ValueError, match=r"module= shares .* with the model"):
             AveragedModel(model, module=ready)
+
+
+class Compiled(nn.Module):
+    """A model with a wrapper inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = torch.compile(scalar(), backend="eager")
+        self.rest = nn.ModuleList([nn.DataParallel(scalar()), nn.ReLU()])
+
+    def forward(self, x):
+        return self.rest[0](self.block(x))
+
+
+WRAPPERS = {
+    "torch.compile": lambda model: torch.compile(model, backend="eager"),
+    "DataParallel": nn.DataParallel,
+    "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+    "both": lambda model: torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_ready_module_is_taken_out_of_its_wrappers(wrapper):
+    model, ready = scalar(), scalar()
+    with process_group():
+        averaged = quartered(model, module=WRAPPERS[wrapper](ready))
+    assert averaged.module is ready
+    assert set(averaged.state_dict()) == {"n_averaged", "module.weight"}
+    assert all_values(averaged) == {0.25}
+
+
+def test_wrappers_inside_a_ready_module_are_taken_off():
+    model, ready = Compiled(), Compiled()
+    averaged = quartered(model, module=ready)
+    assert averaged.module is ready
+    assert set(averaged.state_dict()) == {"n_averaged", "module.block.weight", "module.rest.0.weight"}
+    assert set(averaged.state_dict()) == set(AveragedModel(model).state_dict())
+    assert averaged(torch.ones(1, 1)).item() == 0.25**2
+    assert type(model.block) is not nn.Linear
+
+
+def test_a_ready_module_that_is_refused_keeps_its_wrappers():
+    model, ready = Compiled(), nn.ModuleDict({"block": torch.compile(nn.Linear(1, 1))})
+    with unchanged(ready), pytest.raises(ValueError, match="the model has no tensors named"):
+        AveragedModel(model, module=ready)
+    assert hasattr(ready["block"], "_orig_mod")
+
+
+def with_frozen_base():
+    """Return a model of a frozen part and a trained one."""
+    model = nn.ModuleDict({"base": Net(), "head": scalar()})
+    model["base"].requires_grad_(False)
+    return model
+
+
+def test_a_ready_module_may_share_what_is_frozen():
+    model = with_frozen_base()
+    ready = nn.ModuleDict({"base": model["base"], "head": scalar(5.0)})
+    before = parameters_of(model["base"])
+    averaged = AveragedModel(model, module=ready, rule=EMA(0.75))
+    assert averaged.module["head"].weight.item() == 0.0
+    for value in (0.0, 1.0):
+        fill(model["head"], value)
+        averaged.update_parameters(model)
+    assert averaged.module["head"].weight.item() == 0.25
+    assert averaged.module["base"] is model["base"]
+    assert parameters_of(model["base"]) == before
+
+
+def test_a_ready_module_with_a_shared_part_leaves_the_wrappers_in_it():
+    model = nn.ModuleDict({"base": Compiled().requires_grad_(False), "head": scalar()})
+    AveragedModel(model, module=nn.ModuleDict({"base": model["base"], "head": scalar()}))
+    assert hasattr(model["base"].block, "_orig_mod")
+
+
+def test_a_ready_module_may_not_share_what_is_trained_or_stands_elsewhere():
+    model = with_frozen_base()
+    trained = nn.ModuleDict({"base": model["base"], "head": scalar()})
+    trained["head"].weight = model["head"].weight
+    elsewhere = copy.deepcopy(model)
+    elsewhere["base"].hidden[0].weight = model["base"].inputs.weight
+    memory = copy.deepcopy(model)
+    memory["head"].weight.data = model["head"].weight.data
+    for ready, name in ((trained, "head.weight"), (elsewhere, "base.hidden.0.weight"), (memory, "head.weight")):
+        with unchanged(model), pytest.raises(ValueError, match=f"module= shares {name} with the model"):
+            AveragedModel(model, module=ready)
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"module= shares .* with the model"):
+        AveragedModel(model, module=model)
+
+
+def test_a_predicate_says_what_a_ready_module_may_share():
+    model = scalar(1.0)
+    ready = copy.copy(model)
+    with pytest.raises(ValueError, match="module= shares weight"):
+        overwrite_(ready, model, share=lambda name, tensor: name != "weight")
+    assert overwrite_(ready, model, share=lambda name, tensor: name == "weight") is ready
+    assert model.weight.item() == 1.0
+
+
+# ---- share=
+
+
+class Packed(nn.Parameter):
+    """A parameter of packed integers, whose every computation fails, as those of a quantised base may."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func.__name__ in ("__get__", "dim", "size", "is_floating_point", "is_complex", "data_ptr"):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        pytest.fail(f"{func.__name__} of a shared tensor")
+
+
+class Quantised(nn.Module):
+    """A layer on a packed base, with the state of its quantisation on the parameter and on itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Packed(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
+        self.weight.quant_state = {"scale": torch.ones(1)}
+        self.quant_state = self.weight.quant_state
+        self.weight.owners = self
+        self.lora = nn.Linear(2, 2)
+
+
+def is_packed(name, tensor):
+    return isinstance(tensor, Packed)
+
+
+def test_a_shared_tensor_that_resists_is_not_what_keeps_a_model_from_being_copied():
+    model = nn.Sequential(Owner(threading.Lock()), Owner(None))
+    model[1].weight = nn.Parameter(torch.zeros(1).as_subclass(Stubborn), requires_grad=False)
+    with pytest.raises(TypeError, match=r"cannot copy 0 \(Owner\): its attribute own resists"):
+        copy_model(model, share=lambda name, tensor: name == "1.weight")
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_shared_tensors_are_the_very_same_and_nothing_is_computed_with_them(device):
+    model = nn.Sequential(Quantised())
+    made = copy_model(model, device, share=is_packed)
+    assert made[0].weight is model[0].weight
+    assert made[0].quant_state is model[0].quant_state
+    assert made[0].lora.weight is not model[0].lora.weight
+
+
+def test_shared_tensors_are_shared_at_every_place_whatever_name_is_asked_for():
+    model = Net()
+    model.again = [model.inputs.weight]
+    made = copy_model(model, share=lambda name, tensor: name in ("hidden.1.weight", "ids"))
+    assert made.inputs.weight is made.hidden[1].weight is made.again[0] is model.inputs.weight
+    assert made.ids is model.ids
+    assert made.cache is not model.cache
+
+
+def test_names_of_shared_tensors_are_those_without_wrappers():
+    asked = []
+    copy_model(nn.DataParallel(Compiled()), share=lambda name, tensor: asked.append(name))
+    assert asked == ["block.weight", "rest.0.weight"]
+
+
+def test_shared_tensors_inside_wrappers_are_shared():
+    model = Compiled()
+    made = copy_model(model, share=lambda name, tensor: name == "block.weight")
+    assert made.block.weight is model.block._orig_mod.weight
+    assert made.rest[0].weight is not model.rest[0].module.weight
+
+
+def test_a_shared_tensor_stays_on_its_device():
+    model = scalar()
+    with unchanged(model), pytest.raises(ValueError, match=r"weight is to be shared.*is on cpu, not on device=meta"):
+        copy_model(model, "meta", share=lambda name, tensor: True)
+
+
+def test_share_must_be_a_function():
+    with pytest.raises(TypeError, match=r"share must be a function share\(name, tensor\) -> bool, got \['weight'\]"):
+        copy_model(scalar(), share=["weight"])
 
 
 # ---- dtype=

@@ -54,7 +54,7 @@ COPIES = {
 @pytest.mark.parametrize("make", COPIES)
 @DTYPES
 @pytest.mark.parametrize("way", EVERY_WAY)
-def test_a_copy_averages_on_as_the_original_does(way, dtype, make):  # T1
+def test_a_copy_averages_on_as_the_original_does(way, dtype, make):
     averaged, model = averaged_net(dtype, use_buffers=dtype == torch.bfloat16, **EVERY_WAY[way])
     other = COPIES[make](averaged)
     assert type(other) is AveragedModel
@@ -139,7 +139,7 @@ def is_saved(name, buffer):
 @DTYPES
 @pytest.mark.parametrize(("use_buffers", "assign"), [(False, False), (True, True)], ids=["", "buffers, assign"])
 @pytest.mark.parametrize("way", EVERY_WAY)
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(way, dtype, use_buffers, assign):  # T3
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(way, dtype, use_buffers, assign):
     arguments = EVERY_WAY[way] | {"use_buffers": is_saved if use_buffers else False}
     averaged, model = averaged_net(dtype, **arguments)
     saved = through_file({"average": averaged.state_dict(), "model": model.state_dict()})
@@ -413,7 +413,7 @@ def test_bfloat16_state_dicts_load_both_ways():
 
 
 @DTYPES
-def test_a_checkpoint_without_a_count_is_an_average_of_one(dtype):  # T2
+def test_a_checkpoint_without_a_count_is_an_average_of_one(dtype):
     model = scalar(0.0, dtype)
     averaged = AveragedModel(model, rule=EMA(0.9))
     state = averaged.state_dict()

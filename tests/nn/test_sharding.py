@@ -65,7 +65,7 @@ def averaged_pair(way, dtype):
 
 @pytest.mark.parametrize("way", WAYS)
 @DTYPES
-def test_a_sharded_model_is_averaged_shard_by_shard(dtype, way):  # M4
+def test_a_sharded_model_is_averaged_shard_by_shard(dtype, way):
     model, averaged = averaged_pair(way, dtype)
     assert all(isinstance(parameter, DTensor) for parameter in averaged.module.parameters())
     assert values(averaged.module) == {0.25}
@@ -79,7 +79,7 @@ def test_a_sharded_model_is_averaged_shard_by_shard(dtype, way):  # M4
 
 
 @DTYPES
-def test_training_goes_on_with_the_training_weights(dtype):  # M4b
+def test_training_goes_on_with_the_training_weights(dtype):
     model, averaged = averaged_pair("EMA", dtype)
     batch = torch.randn(4, 3, dtype=dtype)
     model.eval()
@@ -104,7 +104,7 @@ def test_copy_to_writes_the_shards():
     assert values(model) == {0.25}
 
 
-def test_what_is_sharded_and_what_is_not_do_not_mix():  # M5
+def test_what_is_sharded_and_what_is_not_do_not_mix():
     whole, shards = AveragedModel(plain()), AveragedModel(sharded(), module=sharded())
     with pytest.raises(TypeError, match=r"0\.weight.*expected a plain tensor, got a DTensor.*module="):
         whole.update_parameters(sharded())

@@ -93,7 +93,7 @@ def test_a_float32_model_gets_the_average_and_not_its_rounding():
 
 
 @DTYPES
-def test_an_exception_brings_the_training_weights_back(dtype):  # U1
+def test_an_exception_brings_the_training_weights_back(dtype):
     model, averaged = trained(dtype)
     with unchanged(model, averaged), pytest.raises(KeyboardInterrupt), swapped(model, averaged):
         fill(model, 0.0)
@@ -105,7 +105,7 @@ def test_an_exception_brings_the_training_weights_back(dtype):  # U1
 
 
 @DTYPES
-def test_blocks_nest(dtype):  # U2
+def test_blocks_nest(dtype):
     model, averaged = trained(dtype)
     _, other = trained(dtype, rule=EMA(0.1))
     with unchanged(model, averaged, other), swapped(model, averaged):
@@ -116,7 +116,7 @@ def test_blocks_nest(dtype):  # U2
         fill(model, 0.0)
 
 
-def test_an_average_of_nothing_changes_nothing():  # U3
+def test_an_average_of_nothing_changes_nothing():
     model = Net()
     averaged = AveragedModel(model, rule=EMA(0.9))
     fill(model, 0.5)
@@ -131,7 +131,7 @@ def test_an_average_of_nothing_changes_nothing():  # U3
 
 
 @DTYPES
-def test_a_checkpoint_written_inside_holds_the_average(dtype):  # U4
+def test_a_checkpoint_written_inside_holds_the_average(dtype):
     model, averaged = trained(dtype)
     outside = contents(averaged)
     file = io.BytesIO()
@@ -248,6 +248,70 @@ def test_what_was_taken_out_of_the_model_inside_does_not_keep_the_rest_from_comi
         del model.hidden[0]
         del model.scale
     assert bits(model.inputs.weight) == before
+
+
+def replace_embedding(model):
+    model[0].weight = nn.Parameter(torch.zeros(5, 2))
+
+
+def embedding_and_linear():
+    model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2))
+    averaged = AveragedModel(model, rule=EMA(0.5))
+    averaged.update_parameters(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    return model, averaged
+
+
+def test_what_still_fits_comes_back_and_what_does_not_is_named():
+    model, averaged = embedding_and_linear()
+    before = bits(model[1].weight)
+    with pytest.raises(ValueError, match=r"0\.weight .*all others are restored"), swapped(model, averaged):
+        replace_embedding(model)
+    assert bits(model[1].weight) == before
+
+
+def test_a_model_moved_to_meta_inside_is_an_error():
+    model, averaged = embedding_and_linear()
+    with (
+        pytest.raises(ValueError, match=r"1\.weight \(it is on the meta device\), 0\.weight"),
+        swapped(model, averaged),
+    ):
+        model.to("meta")
+
+
+def test_an_error_of_the_block_stays_the_error():
+    model, averaged = embedding_and_linear()
+    before = bits(model[1].weight)
+    with pytest.raises(KeyError, match="mine") as caught, swapped(model, averaged):
+        replace_embedding(model)
+        raise KeyError("mine")
+    if hasattr(caught.value, "add_note"):
+        assert "0.weight" in caught.value.__notes__[0]
+    assert bits(model[1].weight) == before
+
+
+@pytest.mark.parametrize("backup_device", [None, "cpu"])
+def test_the_method_swaps_as_the_function_does_and_may_keep_the_weights_elsewhere(backup_device):
+    model, averaged = trained()
+    with unchanged(model, averaged), averaged.swapped(model, backup_device=backup_device) as inside:
+        assert inside is model
+        assert bits(model.scale) == bits(averaged.module.scale)
+
+
+def test_a_compiled_average_and_names_as_a_compiled_model_spells_them_are_taken():
+    model, averaged = trained()
+    compiled = torch.compile(model)
+    with unchanged(model, averaged), swapped(model, torch.compile(averaged)):
+        assert bits(model.scale) == bits(averaged.module.scale)
+    rule = EMA(0.5)
+    params = dict(compiled.named_parameters())
+    state = rule.update(params, rule.init(params))
+    state = state._replace(average={name: value + 1 for name, value in state.average.items()})
+    assert "_orig_mod.scale" in state.average
+    with unchanged(model, averaged), swapped(compiled, state):
+        assert model.scale.item() == state.average["_orig_mod.scale"].item()
 
 
 @DTYPES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 import textwrap
 from typing import Any
@@ -184,7 +185,7 @@ def test_the_examples_on_torchs_page_run_as_printed(example):
         assert mine.shape == theirs.shape
 
 
-def test_a_multi_avg_fn_in_the_place_of_the_device_is_taken_for_one():  # U5
+def test_a_multi_avg_fn_in_the_place_of_the_device_is_taken_for_one():
     """The documented example is an EMA of decay 0.9, buffers included."""
     model = Net()
     averaged = swa_utils.AveragedModel(model, swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True)
@@ -230,8 +231,9 @@ def test_averages_are_those_of_torch(name, dtype, use_buffers):
 
 
 @pytest.mark.parametrize("name", ["get_ema_multi_avg_fn", "get_ema_avg_fn", "get_swa_avg_fn", "get_swa_multi_avg_fn"])
-@pytest.mark.parametrize("count", [1, torch.tensor(1)], ids=["int", "tensor"])
+@pytest.mark.parametrize("count", [0, 1, 7, torch.tensor(0), torch.tensor(1)], ids=repr)
 def test_the_functions_do_what_torchs_do(name, count):
+    """Also where nothing was averaged yet, which an AveragedModel never asks them."""
     generator = torch.Generator().manual_seed(0)
     average, new = (torch.randn(5, generator=generator) for _ in range(2))
     results = []
@@ -245,6 +247,17 @@ def test_the_functions_do_what_torchs_do(name, count):
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
 
 
+def test_the_ema_functions_never_look_at_the_count():
+    for module in (swa_utils, torch_swa_utils):
+        assert module.get_ema_avg_fn(0.75)(torch.zeros(2), torch.ones(2), None).tolist() == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("name", ["get_ema_multi_avg_fn", "get_ema_avg_fn", "get_swa_avg_fn", "get_swa_multi_avg_fn"])
+def test_the_functions_are_values_that_pickle(name):
+    function = getattr(swa_utils, name)()
+    assert pickle.loads(pickle.dumps(function)) == function == getattr(swa_utils, name)()
+
+
 def test_the_functions_stand_for_rules():
     assert functavg.get_ema_avg_fn().rule == functavg.get_ema_multi_avg_fn().rule == EMA(0.999)
     assert functavg.get_swa_avg_fn().rule == functavg.get_swa_multi_avg_fn().rule == SWA()
@@ -252,4 +265,4 @@ def test_the_functions_stand_for_rules():
     assert AveragedModel(scalar(), avg_fn=functavg.get_ema_avg_fn(0.5)).rule == EMA(0.5)
     rule = functavg.AvgFn(max)
     assert AveragedModel(scalar(), avg_fn=max).rule == rule
-    assert AveragedModel(scalar(), multi_avg_fn=max).rule == functavg.MultiAvgFn(max)
+    assert AveragedModel(scalar(), multi_avg_fn=max).rule == functavg.AvgFn(max, grouped=True)

@@ -36,13 +36,13 @@ def inverse_power(u, decay, inv_gamma, power, min_decay, start):
     return max(min_decay, min(decay, 1 - (1 + k / inv_gamma) ** -power))
 
 
-def half_cosine(u, first, last, steps):
-    t = min(1.0, (u - 1) / steps)
+def half_cosine(u, first, last, duration):
+    t = min(1.0, (u - 1) / duration)
     return last - (last - first) * (1 + math.cos(math.pi * t)) / 2
 
 
-def line(u, first, last, steps):
-    return first + (last - first) * min(1.0, (u - 1) / steps)
+def line(u, first, last, duration):
+    return first + (last - first) * min(1.0, (u - 1) / duration)
 
 
 # Each schedule with its formula, written naively for host numbers.
@@ -52,14 +52,17 @@ FORMULAS = [
     (TFWarmup(0.99, warmup=100, min_decay=0.5), lambda u: max(0.5, min(0.99, (1 + u) / (100 + u)))),
     (InversePower(0.9999), lambda u: inverse_power(u, 0.9999, 1, 2 / 3, 0, 0)),
     (InversePower(1.0, power=1.0), lambda u: inverse_power(u, 1, 1, 1, 0, 0)),
-    (InversePower(0.99, 10.0, 0.75, 0.2, 7), lambda u: inverse_power(u, 0.99, 10, 0.75, 0.2, 7)),
+    (
+        InversePower(0.99, inv_gamma=10.0, power=0.75, min_decay=0.2, start=7),
+        lambda u: inverse_power(u, 0.99, 10, 0.75, 0.2, 7),
+    ),
     (ExponentialRamp(0.9999), lambda u: 0.9999 * (1 - math.exp(-u / 2000))),
     (ExponentialRamp(0.9, tau=3), lambda u: 0.9 * (1 - math.exp(-u / 3))),
     (HalfLifeRamp(1000.0), lambda u: 0.5 ** (1 / min(1000, 0.09 * u))),
     (HalfLifeRamp(math.inf, fraction=0.5), lambda u: 0.5 ** (1 / (0.5 * u))),
-    (Linear(0.5, 0.999, steps=100), lambda u: line(u, 0.5, 0.999, 100)),
-    (Linear(0.9, 0.1, steps=1), lambda u: line(u, 0.9, 0.1, 1)),
-    (Cosine(0.996, 1.0, steps=1000), lambda u: half_cosine(u, 0.996, 1, 1000)),
+    (Linear(0.5, 0.999, duration=100), lambda u: line(u, 0.5, 0.999, 100)),
+    (Linear(0.9, 0.1, duration=1), lambda u: line(u, 0.9, 0.1, 1)),
+    (Cosine(0.996, 1.0, duration=1000), lambda u: half_cosine(u, 0.996, 1, 1000)),
     (After(TFWarmup(0.999), 5), lambda u: 0 if u <= 5 else min(0.999, (1 + u - 5) / (10 + u - 5))),
     (After(0.9, 3), lambda u: 0 if u <= 3 else 0.9),
     (After(0.9, 0), lambda u: 0.9),
@@ -114,11 +117,12 @@ def test_traced_counts_take_one_trace(schedule, formula) -> None:
 
 
 @each_formula
-def test_a_complement_is_one_minus_the_decay(schedule, formula) -> None:
+def test_a_rate_is_one_minus_the_decay(schedule, formula) -> None:
     for u in CLOCKS:
-        value = schedule.complement(u)
+        value = schedule.rate(u)
         assert isinstance(value, float)
         assert value == pytest.approx(1 - formula(u), rel=1e-13, abs=1e-15)
+        assert schedule(u) == 1.0 - value
 
 
 @each_formula
@@ -134,7 +138,7 @@ def test_weights_in_float32_keep_their_digits(make, schedule, formula) -> None:
 def test_weights_of_several_steps_keep_their_digits(schedule) -> None:
     weight = jax.jit(EMA(schedule).weight)
     for u in (1, 30, 10**4, 10**6):
-        wanted = -math.expm1(3 * math.log1p(-schedule.complement(u)))
+        wanted = -math.expm1(3 * math.log1p(-schedule.rate(u)))
         assert float(weight(jax.numpy.asarray(u - 3.0), 3)) == pytest.approx(wanted, rel=1e-6)
 
 
@@ -142,33 +146,58 @@ def test_weights_on_a_device_are_exactly_0_and_1_where_the_decay_is_1_and_0() ->
     """A weight near 1 would let a NaN of the old average through, one near 0 that of the params."""
     for count in (jax.numpy.asarray(100), torch.tensor(100)):
         for steps in (1, 3):
-            assert float(EMA(Cosine(0.996, 1.0, 50)).weight(count, steps)) == 0.0
-            assert float(EMA(Linear(0.5, 1.0, 50)).weight(count, steps)) == 0.0
+            assert float(EMA(Cosine(0.996, 1.0, duration=50)).weight(count, steps)) == 0.0
+            assert float(EMA(Linear(0.5, 1.0, duration=50)).weight(count, steps)) == 0.0
             assert float(EMA(After(0.9, 200)).weight(count, steps)) == 1.0
 
 
-class Halving:
-    """A user's schedule that knows its complement."""
+class Halving(schedules.Schedule):
+    """A user's schedule."""
 
     def __call__(self, u):
         raise AssertionError("the decay was asked for")
 
-    def complement(self, u):
+    def rate(self, u):
         return 0.5**u
 
 
-def test_a_complement_of_your_own_is_what_weights_on_a_device_come_from() -> None:
+def test_weights_come_from_the_rate_on_the_host_and_on_a_device() -> None:
+    """Where 1 - decay would have lost every digit."""
     for rule in (EMA(Halving()), EMA(Stretched(Halving(), 1)), WeightFn(PerUpdate(After(Halving(), 0)))):
-        assert float(rule.weight(torch.tensor(39.0, dtype=torch.float64), 1)) == 0.5**40
-    with pytest.raises(AssertionError, match="the decay was asked for"):
-        EMA(Halving()).weight(39, 1)
+        for count in (79, torch.tensor(79.0, dtype=torch.float64)):
+            assert float(rule.weight(count, 1)) == 0.5**80
+    assert EMA(Halving()).weight(77, 3) == pytest.approx(3 * 0.5**80, rel=1e-15)
 
 
-def test_a_complement_that_is_no_number_is_named() -> None:
-    schedule = Halving()
-    schedule.complement = lambda u: "0.5"
-    with pytest.raises(TypeError, match=re.escape("1 - decay(u) must be a real number or a 0-d array, got '0.5'")):
-        EMA(schedule).weight(torch.tensor(1.0), 1)
+def test_a_schedule_of_your_own_gives_its_rate_and_is_called_for_its_decay() -> None:
+    class Half(schedules.Schedule):
+        def rate(self, u):
+            return 0.25
+
+    assert Half()(7) == 0.75
+    with pytest.raises(TypeError, match="abstract"):
+        schedules.Schedule()
+
+
+@pytest.mark.parametrize(
+    ("rate", "error", "message"),
+    [
+        ("0.5", TypeError, "rate(u) must be a real number or a 0-d array, got '0.5' of str"),
+        (1.5, ValueError, "rate(u) must be in [0, 1], got 1.5"),
+        (-0.5, ValueError, "rate(u) must be in [0, 1], got -0.5"),
+        (math.nan, ValueError, "rate(u) must be finite, got nan"),
+    ],
+    ids=repr,
+)
+def test_a_rate_that_is_no_number_in_range_is_refused(rate, error, message) -> None:
+    class Wrong(schedules.Schedule):
+        def rate(self, u):
+            return rate
+
+    for rule in (EMA(Wrong()), EMA(After(Wrong(), 0)), WeightFn(PerUpdate(Wrong()))):
+        for count in (1, torch.tensor(1.0)):
+            with pytest.raises(error, match=re.escape(message)):
+                rule.weight(count, 1)
 
 
 @pytest.mark.parametrize("make", [EMA, lambda schedule: WeightFn(PerUpdate(schedule))], ids=["EMA", "PerUpdate"])
@@ -198,21 +227,22 @@ def test_a_compiled_weight_takes_one_graph_for_all_device_counts(schedule) -> No
 @given(st.sampled_from(SCHEDULES), st.integers(1, 10**15))
 def test_a_decay_stays_between_0_and_1(schedule, u: int) -> None:
     assert 0.0 <= schedule(u) <= 1.0
+    assert 0.0 <= schedule.rate(u) <= 1.0
 
 
-@given(st.sampled_from([schedule for schedule in SCHEDULES if schedule != Linear(0.9, 0.1, 1)]), st.integers(1, 10**6))
+@given(st.sampled_from([it for it in SCHEDULES if it != Linear(0.9, 0.1, duration=1)]), st.integers(1, 10**6))
 def test_a_decay_never_falls(schedule, u: int) -> None:
     assert schedule(u + 1) >= schedule(u) - 1e-15
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 1000), st.integers(1, 2000))
 def test_a_path_stays_between_its_ends_and_keeps_the_last(first: float, last: float, steps: int, u: int) -> None:
-    for path in (Linear(first, last, steps), Cosine(first, last, steps)):
+    """Up to the unit in the last place of 1 that the rate is rounded to."""
+    for path in (Linear(first, last, duration=steps), Cosine(first, last, duration=steps)):
         low, high = sorted((first, last))
-        assert low - 1e-16 <= path(u) <= high * (1 + 1e-15)
-        assert path(u) <= 1.0
-        assert path(1) == first
-        assert path(steps + 1) == path(steps + 1000) == last
+        assert low - 2**-52 <= path(u) <= min(high + 2**-52, 1.0)
+        assert path.rate(1) == 1.0 - first
+        assert path.rate(steps + 1) == path.rate(steps + 1000) == 1.0 - last
 
 
 @each_schedule
@@ -229,7 +259,8 @@ def test_a_schedule_is_a_value(schedule) -> None:
 
 def test_a_schedule_prints_as_its_call() -> None:
     assert repr(EMA(After(TFWarmup(0.999), 100))) == (
-        "EMA(decay=After(decay=TFWarmup(decay=0.999, warmup=10.0, min_decay=0.0), start=100), debias=False)"
+        "EMA(decay=After(decay=TFWarmup(decay=0.999, warmup=10.0, min_decay=0.0), start=100), debias=False, "
+        "start='init')"
     )
 
 
@@ -245,6 +276,14 @@ def test_a_schedule_is_trusted_from_the_first_update() -> None:
     assert average_of(EMA(0.75), [0.0]) == 0.0
     assert average_of(EMA(TFWarmup(0.999)), [0.0]) == pytest.approx(100 * 2 / 11)
     assert average_of(EMA(After(0.75, 1)), [0.0, 8.0]) == 2.0
+
+
+def test_start_says_whether_the_first_update_copies() -> None:
+    assert average_of(EMA(0.75, start="init"), [0.0]) == 75.0
+    assert average_of(EMA(0.75, start="copy"), [0.0]) == 0.0
+    assert average_of(EMA(Constant(0.75), start="copy"), [0.0, 8.0]) == 2.0
+    assert average_of(EMA(lambda u: 0.75, start="copy"), [0.0, 8.0]) == 2.0
+    assert average_of(EMA(0.5, start="init"), [0.0], steps=2) == 25.0
 
 
 def test_inverse_power_with_power_1_is_the_mean_of_all() -> None:
@@ -268,7 +307,7 @@ def test_after_asks_the_schedule_only_where_it_is_defined() -> None:
 @given(st.floats(0, 1), st.integers(1, 1000), st.integers(1, 1000))
 def test_a_decay_per_update_ignores_the_gap(decay: float, count: int, steps: int) -> None:
     assert WeightFn(PerUpdate(decay)).weight(count, steps) == 1.0 - decay
-    assert WeightFn(PerUpdate(TFWarmup(decay))).weight(count, steps) == 1.0 - TFWarmup(decay)(count + steps)
+    assert WeightFn(PerUpdate(TFWarmup(decay))).weight(count, steps) == TFWarmup(decay).rate(count + steps)
 
 
 def test_a_decay_per_step_does_not() -> None:
@@ -328,12 +367,12 @@ OUT_OF_RANGE = [
     (HalfLifeRamp, {"half_life": 0}, "half_life", POSITIVE),
     (HalfLifeRamp, {"half_life": 10, "fraction": -1}, "fraction", POSITIVE),
     (HalfLifeRamp, {"half_life": 10, "fraction": math.inf}, "fraction", "must be finite"),
-    (Linear, {"first": -1, "last": 1, "steps": 10}, "first", UNIT),
-    (Linear, {"first": 0, "last": 1.5, "steps": 10}, "last", UNIT),
-    (Linear, {"first": 0, "last": 1, "steps": 0}, "steps", "must be an integer of at least 1"),
-    (Cosine, {"first": math.nan, "last": 1, "steps": 10}, "first", UNIT),
-    (Cosine, {"first": 0, "last": -1, "steps": 10}, "last", UNIT),
-    (Cosine, {"first": 0, "last": 1, "steps": -5}, "steps", "must be an integer of at least 1"),
+    (Linear, {"first": -1, "last": 1, "duration": 10}, "first", UNIT),
+    (Linear, {"first": 0, "last": 1.5, "duration": 10}, "last", UNIT),
+    (Linear, {"first": 0, "last": 1, "duration": 0}, "duration", "must be an integer of at least 1"),
+    (Cosine, {"first": math.nan, "last": 1, "duration": 10}, "first", UNIT),
+    (Cosine, {"first": 0, "last": -1, "duration": 10}, "last", UNIT),
+    (Cosine, {"first": 0, "last": 1, "duration": -5}, "duration", "must be an integer of at least 1"),
     (After, {"decay": 1.1, "start": 0}, "decay", UNIT),
     (After, {"decay": 0.9, "start": -1}, "start", "must be an integer of at least 0"),
     (Stretched, {"decay": Constant(0.9), "interval": 0}, "interval", "must be an integer of at least 1"),
@@ -359,8 +398,8 @@ OF_ANOTHER_KIND = [
     (ExponentialRamp, {"decay": 0.9, "tau": True}, "tau", NUMBER),
     (HalfLifeRamp, {"half_life": "10"}, "half_life", NUMBER),
     (HalfLifeRamp, {"half_life": 10, "fraction": 1j}, "fraction", NUMBER),
-    (Linear, {"first": "0", "last": 1, "steps": 10}, "first", NUMBER),
-    (Cosine, {"first": 0, "last": 1, "steps": 1.0}, "steps", INTEGER),
+    (Linear, {"first": "0", "last": 1, "duration": 10}, "first", NUMBER),
+    (Cosine, {"first": 0, "last": 1, "duration": 1.0}, "duration", INTEGER),
     (After, {"decay": "0.9", "start": 0}, "decay", NUMBER),
     (After, {"decay": 0.9, "start": None}, "start", INTEGER),
     (Stretched, {"decay": 0.9, "interval": 10}, "decay", "must be callable"),
@@ -414,7 +453,7 @@ def test_the_width_of_each_warm_up(schedule, total, mean, spread, samples) -> No
         (After(TFWarmup(0.9999), 1), {1: 0.0, 2: 0.18182}),
         (ExponentialRamp(0.9999, 2000), {1: 0.0005, 100: 0.04877, 2000: 0.63206}),
         (HalfLifeRamp(1e9, 0.09), {100: 2 ** (-1 / 9)}),
-        (Cosine(0.996, 1.0, 100), {1: 0.996, 51: 0.998, 101: 1.0}),
+        (Cosine(0.996, 1.0, duration=100), {1: 0.996, 51: 0.998, 101: 1.0}),
     ],
     ids=repr,
 )

@@ -27,9 +27,9 @@ arrays: list[NDArray[np.float32]] = [np.zeros(2, np.float32)]
 assert_type(functavg.SWA().init(arrays).average, list[NDArray[np.float32]])
 assert_type(functavg.lerp(params, params, 0.5), dict[str, Tensor])
 assert_type(functavg.cast_like(params, params), dict[str, Tensor])
-assert_type(functavg.extend(rule, state, params), functavg.AverageState[dict[str, Tensor]])
-saved: dict[str, Any] = functavg.state_dict(state)
-assert_type(functavg.load_state_dict(state, saved), functavg.AverageState[dict[str, Tensor]])
+assert_type(rule.extend(params, state), functavg.AverageState[dict[str, Tensor]])
+saved: dict[str, Any] = functavg.to_state_dict(state)
+assert_type(functavg.from_state_dict(state, saved), functavg.AverageState[dict[str, Tensor]])
 
 # ---- rules are values
 
@@ -40,10 +40,10 @@ rules: list[functavg.AveragingRule] = [
     functavg.LAWA(10),
     functavg.WeightFn(lambda count, steps: steps / (count + steps)),
     functavg.AvgFn(lambda average, new, count: average + (new - average) / (count + 1)),
-    functavg.MultiAvgFn(functavg.get_swa_multi_avg_fn()),
+    functavg.AvgFn(functavg.get_swa_multi_avg_fn(), grouped=True),
     functavg.Every(functavg.SkipNonFinite(functavg.SWA()), 10, start=100),
     functavg.Several({"fast": functavg.EMA(0.9), "slow": functavg.Freeze()}),
-    functavg.Partition({"all": functavg.Copy()}, lambda name, leaf: "all"),
+    functavg.Partition({"all": functavg.Latest()}, lambda name, leaf: "all"),
 ]
 
 
@@ -55,10 +55,16 @@ class Half(functavg.WeightRule):
         return 0.5
 
 
-profile: functavg.Profile = functavg.profile(Half(), 10)
+profile = functavg.profile(Half(), 10, progress=lambda done, total: None)
+assert_type(profile, functavg.Profile)
+assert_type(functavg.profile(functavg.LAWA(3), [1, 2]), functavg.Profile)
+assert_type(functavg.profile(functavg.Several({"fast": functavg.EMA(0.9)}), 10), dict[str, Any])
+assert_type(functavg.profile(functavg.Partition({1: functavg.EMA(0.9)}, {"w": 1}), 10), dict[Any, Any])
+assert_type(functavg.profile(functavg.Every(functavg.SWA(), 2), 10), Any)
 assert_type(profile.mean_age, float)
 assert_type(profile.weights, NDArray[np.float64])
 assert_type(units.decay_from_half_life(10.0), float)
+assert_type(posthoc.combine([params, params], [-1, 2], progress=True), dict[str, Tensor])
 assert_type(posthoc.merge_coefficients("linear", 5), NDArray[np.float64])
 
 # ---- modules
@@ -69,7 +75,7 @@ averaged.update_parameters(model, steps=3)
 handle = averaged.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
 handle.remove()
 with functavg.swapped(model, averaged) as inside:
-    assert_type(inside, nn.Module)
+    assert_type(inside, nn.Linear)
 averaged.copy_to(model)
 assert_type(averaged.rule, functavg.AveragingRule)
 functavg.update_bn([torch.zeros(2, 2)], averaged, device="cpu")

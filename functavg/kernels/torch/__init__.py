@@ -1,10 +1,13 @@
 """The kernel of torch tensors: steps in foreach groups of one dtype and device."""
 
-from functavg.kernels.torch.finiteness import finite as finite
+from functavg.kernels.torch.finiteness import is_finite as is_finite
 from functavg.kernels.torch.functions import apply as apply
-from functavg.kernels.torch.groups import identities as identities
-from functavg.kernels.torch.groups import prepared as prepared
+from functavg.kernels.torch.groups import prepare as prepare
 from functavg.kernels.torch.groups import refusal as refusal
+from functavg.kernels.torch.memory import are_disjoint as are_disjoint
+from functavg.kernels.torch.memory import check_writable as check_writable
+from functavg.kernels.torch.memory import identities as identities
 from functavg.kernels.torch.steps import cast as cast
-from functavg.kernels.torch.steps import copied as copied
+from functavg.kernels.torch.steps import copy as copy
 from functavg.kernels.torch.steps import lerp as lerp
+from functavg.kernels.torch.steps import try_steps as try_steps

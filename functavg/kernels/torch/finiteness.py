@@ -9,21 +9,22 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from functavg.kernels import dtensor, dtypes
+from functavg.kernels import dtypes
+from functavg.kernels.torch.dtensor import all_agree, get_shard
 from functavg.kernels.torch.groups import is_transformed, kind_of
-from functavg.kernels.torch.staging import batches
+from functavg.kernels.torch.staging import batch
 from functavg.kernels.torch.steps import outside_autograd
 
 
 @outside_autograd
-def finite(leaves: list[Tensor]) -> Tensor | bool:
+def is_finite(leaves: list[Tensor]) -> Tensor | bool:
     """Return whether real and complex leaves hold no NaN and no infinity, as a 0-d tensor; ``True`` if there are none.
 
     Both show in the extrema of a leaf, which take one pass and no temporary.
     """
     grouped = not is_transformed()
     groups: dict[Any, list[Tensor]] = {}
-    for leaf in map(dtensor.local, leaves):
+    for leaf in map(get_shard, leaves):
         if leaf.numel() > 0:
             groups.setdefault((leaf.dtype, leaf.device, type(leaf) in (Tensor, Parameter)), []).append(leaf)
     flags = [
@@ -32,7 +33,7 @@ def finite(leaves: list[Tensor]) -> Tensor | bool:
         if kind_of(group[0]) in (dtypes.REAL, dtypes.COMPLEX) and device.type != "meta"
     ]
     flag = functools.reduce(lambda flag, other: flag & other.to(flag.device), flags) if flags else True
-    return dtensor.agreed(flag, leaves)
+    return all_agree(flag, leaves)
 
 
 def _extrema(leaves: list[Tensor], grouped: bool) -> list[Tensor]:
@@ -46,6 +47,7 @@ def _extrema(leaves: list[Tensor], grouped: bool) -> list[Tensor]:
     if grouped and leaves[0].is_cuda and not narrow:
         return list(torch._foreach_norm(leaves, torch.inf))
     if grouped and not narrow:
-        found = (batch for _, batch in batches([], leaves))
-        leaves = [batch[0] if len(batch) == 1 else torch._C._nn.flatten_dense_tensors(batch) for batch in found]
+        leaves = [
+            some[0] if len(some) == 1 else torch._C._nn.flatten_dense_tensors(some) for (some,) in batch([leaves])
+        ]
     return [number for leaf in leaves for number in torch.aminmax(leaf.to(torch.bfloat16) if narrow else leaf)]

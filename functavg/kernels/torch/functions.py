@@ -11,7 +11,7 @@ from torch import Tensor
 
 from functavg.kernels import dtypes
 from functavg.kernels.torch.groups import Group, kind_of
-from functavg.kernels.torch.steps import lerp_leaf, outside_autograd, unsharded, written
+from functavg.kernels.torch.steps import copy_, lerp_leaf, outside_autograd, wrap_shards
 from functavg.scalars import is_host
 from functavg.state import Count
 
@@ -23,7 +23,7 @@ def apply(
     fn: Callable[..., Any],
     grouped: bool,
     inplace: bool,
-    where: Callable[[int], str],
+    name_of: Callable[[int], str],
 ) -> list[Any]:
     """Return the leaves of one average after ``fn(avg, new, count)``, or ``fn(avgs, news, count)`` by groups in place.
 
@@ -39,13 +39,13 @@ def apply(
             device = olds[0].device
             if device not in counts:
                 counts[device] = torch.full((), count, device=device) if is_host(count) else count.to(device)
-            call = _apply_grouped if grouped else _apply_each
+            call = _apply_grouped if grouped else _apply_leaves
             with _outside_autocast(device):
-                leaves = call(group, counts[device], fn, inplace, where)
+                leaves = call(group, counts[device], fn, inplace, name_of)
             if not is_host(count):  # only the device knows whether this is the first model, which is copied
                 first = counts[device] == 0
                 leaves = [lerp_leaf(leaf, new, first, inplace) for leaf, new in zip(leaves, group.news, strict=True)]
-        for index, leaf in zip(group.indices, unsharded(group, [leaves])[0], strict=True):
+        for index, leaf in zip(group.indices, wrap_shards(group, [leaves])[0], strict=True):
             result[index] = leaf
     return result
 
@@ -56,32 +56,32 @@ def _outside_autocast(device: torch.device) -> contextlib.AbstractContextManager
     return contextlib.nullcontext()
 
 
-def _apply_each(
-    group: Group, count: Tensor, fn: Callable[..., Any], inplace: bool, where: Callable[[int], str]
+def _apply_leaves(
+    group: Group, count: Tensor, fn: Callable[..., Any], inplace: bool, name_of: Callable[[int], str]
 ) -> list[Tensor]:
     leaves = []
     for index, old, new in zip(group.indices, group.averages[0], group.news, strict=True):
-        moved = _moved(old.detach(), new.detach(), count, fn)
+        moved = _apply_leaf(old.detach(), new.detach(), count, fn)
         if not isinstance(moved, Tensor) or moved.shape != old.shape:
             got = f"shape {tuple(moved.shape)}" if isinstance(moved, Tensor) else type(moved).__name__
             raise ValueError(
-                f"{where(index)}: avg_fn must return the new average, a tensor of shape {tuple(old.shape)}, got {got}"
+                f"{name_of(index)}: avg_fn must return the new average, a tensor of shape {tuple(old.shape)}, got {got}"
             )
-        leaves.append(written(old, moved) if inplace else moved.to(old.device, old.dtype, copy=True))
+        leaves.append(copy_(old, moved) if inplace else moved.to(old.device, old.dtype, copy=True))
         del moved  # so that the next one can take its memory
     return leaves
 
 
-def _moved(old: Tensor, new: Tensor, count: Tensor, fn: Callable[..., Any]) -> Any:
+def _apply_leaf(old: Tensor, new: Tensor, count: Tensor, fn: Callable[..., Any]) -> Any:
     # float8 takes part in no promotion, and every average can hold what has one byte
     common = old.dtype if new.dtype.itemsize == 1 else torch.promote_types(old.dtype, new.dtype)
     return fn(old.to(common), new.to(old.device, common), count)
 
 
 def _apply_grouped(
-    group: Group, count: Tensor, fn: Callable[..., Any], inplace: bool, where: Callable[[int], str]
+    group: Group, count: Tensor, fn: Callable[..., Any], inplace: bool, name_of: Callable[[int], str]
 ) -> list[Tensor]:
-    del where
+    del name_of
     olds = [old.detach() if inplace else old.detach().clone() for old in group.averages[0]]
     news = [new.detach().to(old.device, old.dtype) for old, new in zip(olds, group.news, strict=True)]
     fn(olds, news, count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 
-from functavg.kernels import dtensor, dtypes
-from functavg.scalars import is_compiling
+from functavg.kernels import dtypes
+from functavg.kernels.torch.dtensor import check_shape, check_shards, get_shards
 
 # Asked for each leaf at each update, which names are too slow for.
 _KINDS = {
@@ -23,25 +22,31 @@ _KINDS = {
 PLAIN = {Tensor, Parameter}
 """Classes of tensors that are no more than that; others may compute, place or share their values in their own way."""
 
-# Attributes of thousands of tensors are read in loops of C. Facts are what leaves of one call have in common.
+# Attributes of thousands of tensors are read in loops of C.
 _shape = operator.attrgetter("shape")
-_plain_facts = operator.attrgetter("dtype", "device", "layout")
-_facts = operator.attrgetter("__class__", "dtype", "device")
+_dtype = operator.attrgetter("dtype")
+_device = operator.attrgetter("device")
+_placement = operator.attrgetter("dtype", "device")
+_class_and_placement = operator.attrgetter("__class__", "dtype", "device")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Group:
     """Leaves of one dtype and device: for each average its tensors, and the new ones."""
 
     indices: Sequence[int]
     averages: list[list[Tensor]]
     news: list[Tensor]
+    roundings: list[Tensor] | None
+    """Tensors that take the rounding of the first average, if they are not the average itself."""
     alike: bool
     """Whether the new tensors have the dtype and the device of all the averages."""
+    plain: bool
+    """Whether all are tensors of torch's own classes."""
     foreach: bool
     """Whether the grouped kernels know these tensors; elsewhere each leaf is a call of its own."""
     wholes: list[list[Tensor]] | None = None
-    """The DTensors of which ``averages`` are the shards."""
+    """The averages as DTensors where the lists hold their shards."""
 
 
 def kind_of(leaf: Tensor) -> int | None:
@@ -51,7 +56,8 @@ def kind_of(leaf: Tensor) -> int | None:
 
 def refusal(leaf: Any) -> str | None:
     """Return why a tensor cannot be averaged, or None."""
-    if isinstance(leaf, (UninitializedBuffer, UninitializedParameter)):  # is_lazy does not go through torch.compile
+    # is_lazy does not go through torch.compile; isinstance takes long, as the metaclass of Parameter has its own.
+    if type(leaf) not in PLAIN and isinstance(leaf, (UninitializedBuffer, UninitializedParameter)):
         return "an uninitialised (lazy) parameter; run one forward pass first"
     if is_partitioned(leaf):
         return "a placeholder of size 0, since an engine has partitioned it away; gather it first"
@@ -74,130 +80,109 @@ def is_transformed() -> bool:
     return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def identities(leaves: Sequence[Any]) -> Sequence[Hashable]:
-    """Return what is equal for tensors in one place of memory: two objects may be one weight, as in a state_dict."""
-    if is_compiling():  # which would take numbers for constants
-        return leaves
-    kinds = set(map(type, leaves))
-    if is_transformed() or kinds.isdisjoint(PLAIN):
-        return list(map(id, leaves))
-    if kinds <= PLAIN:
-        with contextlib.suppress(RuntimeError):  # sparse tensors have no one place
-            pointers = set(map(Tensor.data_ptr, leaves))
-            if len(pointers) == len(leaves):
-                return range(len(leaves))
-    return list(map(_identity, leaves))
-
-
-def _identity(leaf: Any) -> Hashable:
-    if type(leaf) not in PLAIN or leaf.is_nested or leaf.layout != torch.strided or leaf.data_ptr() == 0:
-        return id(leaf)
-    return leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride(), leaf.is_conj(), leaf.is_neg()
-
-
-def prepared(
-    averages: list[list[Any]], news: list[Any], where: Callable[[int], str], inplace: bool = False
+def prepare(
+    averages: list[list[Any]],
+    news: list[Any],
+    name_of: Callable[[int], str],
+    roundings: list[Any] | None = None,
 ) -> list[Group]:
     """Return the groups of leaves that belong into one call each.
 
     Raises:
         TypeError, ValueError: a new leaf cannot go into an average; the message names it.
     """
-    lists = [*averages, news]
+    lists = [*averages, news] if roundings is None else [*averages, news, roundings]
     transformed = is_transformed()
-    shards = None if transformed else dtensor.shards(lists)
+    shards = None if transformed else get_shards(lists, name_of)
     if shards is not None:
-        groups = prepared(shards[:-1], shards[-1], where, inplace)
-        if len(groups) == 1:
-            return [replace(groups[0], wholes=averages)]
-        return [
-            replace(group, wholes=[[olds[index] for index in group.indices] for olds in averages]) for group in groups
-        ]
-    alike = not transformed and _are_alike(lists)
-    if alike:
-        places = _places(lists, _plain_facts)
-        _check_all(lists, [indices[0] for indices in places], where)  # what else is checked is the same in a group
+        groups = prepare(shards[: len(averages)], shards[len(averages)], name_of, *shards[len(averages) + 1 :])
+        return [replace(group, wholes=[_take(olds, group.indices) for olds in averages]) for group in groups]
+    takers = averages if roundings is None else [*averages, roundings]
+    indices: list[Sequence[int]]
+    if not transformed and _are_alike(lists):
+        indices = [range(len(news))] if all(map(_is_uniform, lists)) else _split(lists, _placement)
+        _check_all(takers, news, [some[0] for some in indices], name_of)  # what else is checked is one in a group
     else:
-        _check_all(lists, range(len(news)), where)
-        places = [[index] for index in range(len(news))] if transformed else _places(lists, _facts)
-    if inplace and not transformed:
-        for olds in averages:
-            if not (alike and all(map(Tensor.is_contiguous, olds))):
-                _check_writable(olds, where)
-    if len(places) == 1:
-        return [_group(places[0], lists, transformed)]
-    return [
-        _group(indices, [[leaves[index] for index in indices] for leaves in lists], transformed) for indices in places
-    ]
+        _check_all(takers, news, range(len(news)), name_of)
+        indices = [[index] for index in range(len(news))] if transformed else _split(lists, _class_and_placement)
+    return [_group(some, [_take(leaves, some) for leaves in lists], len(averages), transformed) for some in indices]
+
+
+def _take(leaves: list[Any], indices: Sequence[int]) -> list[Any]:
+    return leaves if type(indices) is range else [leaves[index] for index in indices]
 
 
 def _are_alike(lists: list[list[Any]]) -> bool:
-    """Tell, faster than leaf by leaf, whether all lists hold plain tensors, and those of the same shapes."""
-    if not all(set(map(type, leaves)) <= PLAIN for leaves in lists):
+    """Tell, faster than leaf by leaf, whether all lists hold dense plain tensors, and those of the same shapes."""
+    if not set().union(*[map(type, leaves) for leaves in lists]) <= PLAIN:
         return False
     try:
         shapes = list(map(_shape, lists[0]))
-        return all(list(map(_shape, leaves)) == shapes for leaves in lists[1:])
-    except RuntimeError:  # a nested tensor, which has no shape
+        for leaves in lists[1:]:
+            if list(map(_shape, leaves)) != shapes:
+                return False
+        for leaves in lists:
+            list(map(Tensor.data_ptr, leaves))
+    except RuntimeError:  # a nested tensor has no shape, a sparse one no address
         return False
+    return True
 
 
-def _places(lists: list[list[Any]], facts: Callable[[Any], Hashable]) -> list[Sequence[int]]:
-    """Return the places of the leaves that have these facts in common in all lists."""
-    if all(len(set(map(facts, leaves))) == 1 for leaves in lists):
-        return [range(len(lists[0]))]
-    places: dict[Hashable, list[int]] = {}
-    for index, key in enumerate(zip(*[map(facts, leaves) for leaves in lists], strict=True)):
-        places.setdefault(key, []).append(index)
-    return list(places.values())
+def _is_uniform(leaves: list[Any]) -> bool:
+    """Tell, faster than by ``_split``, whether all tensors have one dtype and one device."""
+    dtypes_, devices = list(map(_dtype, leaves)), list(map(_device, leaves))
+    return dtypes_.count(dtypes_[0]) == devices.count(devices[0]) == len(leaves)
 
 
-def _group(indices: Sequence[int], lists: list[list[Any]], transformed: bool) -> Group:
-    first = [leaves[0] for leaves in lists]
-    alike = all(leaf.dtype == first[0].dtype and leaf.device == first[0].device for leaf in first)
-    wholes = None
-    if dtensor.is_sharded(first[0]) and not transformed:
-        wholes = lists[:-1]
-        lists = [[dtensor.local(leaf) for leaf in leaves] for leaves in lists]
-    foreach = not transformed and all(type(leaves[0]) in PLAIN and _is_grouped(leaves) for leaves in lists)
-    return Group(indices, lists[:-1], lists[-1], alike, foreach, wholes)
+def _split(lists: list[list[Any]], facts_of: Callable[[Any], Hashable]) -> list[Sequence[int]]:
+    """Return the indices of the leaves that have these facts in common in all lists."""
+    columns = [list(map(facts_of, leaves)) for leaves in lists]
+    indices: dict[Hashable, list[int]] = {}
+    for index, facts in enumerate(zip(*columns, strict=True)):
+        indices.setdefault(facts, []).append(index)
+    return list(indices.values())
 
 
-def _is_grouped(leaves: list[Tensor]) -> bool:
-    """Tell whether the grouped kernels can write to tensors of one dtype: not to views of conjugates."""
-    return not (leaves[0].is_complex() and any(leaf.is_conj() for leaf in leaves))
+def _group(indices: Sequence[int], lists: list[list[Any]], averages: int, transformed: bool) -> Group:
+    first, new = lists[0][0], lists[averages][0]
+    alike = all(leaves[0].dtype == new.dtype and leaves[0].device == new.device for leaves in lists[:averages])
+    plain = all(type(leaves[0]) in PLAIN for leaves in lists)
+    foreach = (
+        plain
+        and not transformed
+        and not (any(map(_has_conjugates, lists)) or any(map(_has_negatives, lists[:averages])))
+    )
+    roundings = lists[averages + 1] if len(lists) > averages + 1 and lists[averages + 1][0] is not first else None
+    return Group(indices, lists[:averages], lists[averages], roundings, alike, plain, foreach)
 
 
-def _check_writable(averages: list[Any], where: Callable[[int], str]) -> None:
-    for index, leaf in enumerate(averages):
-        if any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
-            raise TypeError(
-                f"{where(index)}: expected an average with memory for each element, got an expanded tensor, which "
-                "cannot be written to in place; pass its clone(), or inplace=False"
-            )
+def _has_conjugates(leaves: list[Tensor]) -> bool:
+    """Tell whether there are lazy views of conjugates, which the grouped kernels do not take."""
+    return leaves[0].is_complex() and any(map(Tensor.is_conj, leaves))
 
 
-def _check_all(lists: list[list[Any]], indices: Iterable[int], where: Callable[[int], str]) -> None:
-    *averages, news = lists
+def _has_negatives(averages: list[Tensor]) -> bool:
+    """Tell whether there are lazy views of negatives, to which the grouped kernels cannot write."""
+    return any(map(Tensor.is_neg, averages))
+
+
+def _check_all(
+    averages: list[list[Any]], news: list[Any], indices: Iterable[int], name_of: Callable[[int], str]
+) -> None:
     for index in indices:
         for olds in averages:
-            _check(olds[index], news[index], functools.partial(where, index))
+            _check(olds[index], news[index], functools.partial(name_of, index))
 
 
-def _check(average: Any, new: Any, where: Callable[[], str]) -> None:
+def _check(average: Any, new: Any, name_of: Callable[[], str]) -> None:
     if not isinstance(new, Tensor):
-        raise TypeError(f"{where()}: expected a torch tensor, got {type(new).__name__}")
+        raise TypeError(f"{name_of()}: expected a torch tensor, got {type(new).__name__}")
     reason = refusal(average) or refusal(new)
     if reason is not None:
-        raise TypeError(f"{where()}: expected a dense tensor, got {reason}")
-    dtensor.check(average, new, where)
+        raise TypeError(f"{name_of()}: expected a dense tensor, got {reason}")
+    check_shards(average, new, name_of)
     if new.is_meta and not average.is_meta:
-        raise TypeError(f"{where()}: expected a tensor with values, got one on the meta device")
-    if average.shape != new.shape:
-        hint = "a parameter of size 0 is one that an engine has partitioned away, gather it first"
-        raise ValueError(
-            f"{where()}: expected shape {tuple(average.shape)}, got {tuple(new.shape)}; "
-            + (hint if 0 in (average.numel(), new.numel()) else "nothing is broadcast")
-        )
+        raise TypeError(f"{name_of()}: expected a tensor with values, got one on the meta device")
+    check_shape(average, new, name_of)
     if (kind_of(new) or 0) > (kind_of(average) or 0):
-        raise TypeError(f"{where()}: expected {average.dtype} or what it can hold, got {new.dtype}")
+        raise TypeError(f"{name_of()}: expected {average.dtype} or what it can hold, got {new.dtype}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -14,7 +15,7 @@ _PINNABLE = ("cuda", "xpu")
 """Accelerators that copy to pinned memory of the host faster than to any other."""
 
 
-def write(olds: list[Tensor], news: list[Tensor], weight: float) -> None:
+def write_(olds: list[Tensor], news: list[Tensor], weight: float) -> None:
     """Write one step towards new values of the same dtype and device; a weight of 1 copies."""
     if weight == 1:
         torch._foreach_copy_(olds, news)
@@ -22,62 +23,81 @@ def write(olds: list[Tensor], news: list[Tensor], weight: float) -> None:
         torch._foreach_lerp_(olds, news, weight)
 
 
-def write_staged(steps: list[tuple[list[Tensor], float]], news: list[Tensor], narrow: list[list[Tensor]]) -> None:
+def write_staged_(
+    steps: list[tuple[list[Tensor], float]], news: list[Tensor], roundings: list[Tensor] | None = None
+) -> None:
     """Write the steps of several averages, converting each new value once for all those of one dtype and device.
 
     Args:
         steps: the averages with their weights.
         news: the new values.
-        narrow: nothing, or for a single average the tensors that take its rounding, while it is in cache.
+        roundings: tensors that take the rounding of the only average, while it is in cache.
     """
     for dtype, device in dict.fromkeys((olds[0].dtype, olds[0].device) for olds, _ in steps):
         mine = [(olds, weight) for olds, weight in steps if (olds[0].dtype, olds[0].device) == (dtype, device)]
         pin = device.type == "cpu" and news[0].device.type in _PINNABLE
-        size = min(STAGE, sum(new.numel() for new in news))
+        size = min(STAGE, sum(map(Tensor.numel, news)))
         stage = torch.empty(size, dtype=dtype, device=device, pin_memory=pin)
-        for pieces, new_pieces in batches([*(olds for olds, _ in mine), *narrow], news):
-            staged = torch._C._nn.unflatten_dense_tensors(stage, new_pieces)
-            torch._foreach_copy_(staged, new_pieces)
-            for olds, (_, weight) in zip(pieces, mine, strict=False):
-                write(olds, staged, weight)
-            for roundings in pieces[len(mine) :]:
-                torch._foreach_copy_(roundings, pieces[0])
+        lists = [news, *(olds for olds, _ in mine), *([] if roundings is None else [roundings])]
+        for new_parts, *parts in batch(lists):
+            staged = _convert(new_parts, stage)
+            for olds, (_, weight) in zip(parts, mine, strict=False):
+                write_(olds, staged, weight)
+            if roundings is not None:
+                torch._foreach_copy_(parts[-1], parts[0])
 
 
-def batches(averages: list[list[Tensor]], news: list[Tensor]) -> Iterator[tuple[list[list[Tensor]], list[Tensor]]]:
-    """Yield the leaves that have elements, large ones in pieces, in batches that fit into the buffer together."""
-    batch: list[tuple[Tensor, ...]] = []
+def _convert(leaves: list[Tensor], stage: Tensor) -> list[Tensor]:
+    """Return leaves in the dtype and on the device of the buffer, in its memory."""
+    if len(leaves) == 1:
+        staged = [stage[: leaves[0].numel()].view(leaves[0].shape)]
+        staged[0].copy_(leaves[0])
+        return staged
+    flat = torch._C._nn.flatten_dense_tensors(leaves)
+    stage = stage[: flat.numel()]
+    stage.copy_(flat)
+    parts = torch.split(stage, list(map(Tensor.numel, leaves)))
+    return list(map(Tensor.view_as, parts, leaves)) if any(leaf.ndim != 1 for leaf in leaves) else list(parts)
+
+
+def batch(lists: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
+    """Yield the leaves that have elements, large ones in pieces, in batches that fit into the buffer together.
+
+    Args:
+        lists: leaves of the same shapes in each list.
+    """
+    numels = list(map(Tensor.numel, lists[0]))
+    if sum(numels) <= STAGE and all(numels):
+        yield lists
+        return
+    waiting: list[tuple[Tensor, ...]] = []
     size = 0
-    for leaves in zip(*averages, news, strict=True):
-        for piece in _pieces(leaves):
-            numel = piece[-1].numel()
-            if numel == 0:  # before torch 2.7, unflatten_dense_tensors loses the shape of what is empty
-                continue
-            if size + numel > STAGE:
-                *olds, new = map(list, zip(*batch, strict=True))
-                yield olds, new
-                batch, size = [], 0
-            batch.append(piece)
-            size += numel
-    if batch:
-        *olds, new = map(list, zip(*batch, strict=True))
-        yield olds, new
+    for piece in itertools.chain.from_iterable(map(_divide, zip(*lists, strict=True))):
+        numel = piece[0].numel()
+        if size + numel > STAGE:
+            yield list(map(list, zip(*waiting, strict=True)))
+            waiting, size = [], 0
+        waiting.append(piece)
+        size += numel
+    if waiting:
+        yield list(map(list, zip(*waiting, strict=True)))
 
 
-def _pieces(leaves: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same parts of several tensors of one shape, none larger than the staging buffer."""
+def _divide(leaves: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same parts of several tensors of one shape, none empty and none larger than the staging buffer."""
     shape = leaves[0].shape
     numel = shape.numel()
     if numel <= STAGE:
-        yield leaves
+        if numel > 0:
+            yield leaves
     elif len(shape) > 1 and all(leaf.stride() == leaves[0].stride() for leaf in leaves) and _is_dense(leaves[0]):
         order = sorted(range(len(shape)), key=leaves[0].stride, reverse=True)
-        yield from _pieces(tuple(leaf.permute(order).reshape(-1) for leaf in leaves))
+        yield from _divide(tuple(leaf.permute(order).reshape(-1) for leaf in leaves))
     else:
         dim = max(range(len(shape)), key=lambda dim: shape[dim])
         length = max(1, STAGE * shape[dim] // numel)
         for parts in zip(*(torch.split(leaf, length, dim) for leaf in leaves), strict=True):
-            yield from _pieces(parts)
+            yield from _divide(parts)
 
 
 def _is_dense(leaf: Tensor) -> bool:

@@ -9,9 +9,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from functavg.kernels import dtensor, dtypes
-from functavg.kernels.torch.groups import Group, kind_of
-from functavg.kernels.torch.staging import write, write_staged
+from functavg.kernels import dtypes
+from functavg.kernels.torch.dtensor import wrap_shard
+from functavg.kernels.torch.groups import Group, is_transformed, kind_of
+from functavg.kernels.torch.staging import write_, write_staged_
 from functavg.scalars import is_host
 from functavg.state import Weight
 
@@ -34,7 +35,7 @@ def outside_autograd(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 @outside_autograd
-def copied(leaf: Tensor, dtype: str | None, device: Any) -> Tensor:
+def copy(leaf: Tensor, dtype: str | None, device: Any) -> Tensor:
     """Return a new dense tensor of the values of ``leaf``, in the dtype that its average is held in."""
     held = dtypes.named(torch, dtypes.held_in(dtypes.name_of(leaf.dtype), dtype))
     return leaf.detach().resolve_conj().resolve_neg().to(device=device, dtype=held, copy=True)
@@ -49,12 +50,10 @@ def cast(leaf: Tensor, like: Tensor) -> Tensor:
 # ---- steps
 
 
-@outside_autograd
 def lerp(groups: list[Group], weights: list[Weight], inplace: bool) -> list[list[Any]]:
     """Return, for each average, its leaves after the step ``a + w (x - a)`` with its weight.
 
-    A weight of exactly 1 copies, one of exactly 0 does nothing; integers and bools take the newest value. Lists beyond
-    the weights take the rounding of the first average.
+    A weight of exactly 1 copies, one of exactly 0 does nothing; integers and bools take the newest value.
     """
     if len(groups) == 1:
         return _lerp_group(groups[0], weights, inplace)
@@ -67,12 +66,21 @@ def lerp(groups: list[Group], weights: list[Weight], inplace: bool) -> list[list
 
 
 def _lerp_group(group: Group, weights: list[Weight], inplace: bool) -> list[list[Tensor]]:
-    steps = [(olds, _weight_of(weight, olds[0])) for olds, weight in zip(group.averages, weights, strict=False)]
-    narrow = [leaves for leaves in group.averages[len(weights) :] if leaves[0] is not steps[0][0][0]]
-    return unsharded(group, _step(group, steps, narrow, inplace))
+    steps = [(olds, _weight_of(weight, olds[0])) for olds, weight in zip(group.averages, weights, strict=True)]
+    if all(is_host(weight) and weight == 0 for _, weight in steps):
+        results = group.averages
+    elif not (group.foreach and all(is_host(weight) and not _is_poor(olds[0].dtype) for olds, weight in steps)):
+        results = _lerp_leaves(group, steps, inplace)
+    elif inplace:
+        with torch.inference_mode():  # spares the dispatcher's bookkeeping; versions still bump
+            _write_group_(group, steps)
+        results = group.averages
+    else:
+        results = _lerp_new(group, steps)
+    return wrap_shards(group, results)
 
 
-def unsharded(group: Group, results: list[list[Tensor]]) -> list[list[Tensor]]:
+def wrap_shards(group: Group, results: list[list[Tensor]]) -> list[list[Tensor]]:
     """Return the DTensors of which a group's results are the shards, those of the group where they were written to."""
     if group.wholes is None:
         return results
@@ -80,10 +88,10 @@ def unsharded(group: Group, results: list[list[Tensor]]) -> list[list[Tensor]]:
         wholes
         if shards is olds
         else [
-            whole if shard is old else dtensor.like(shard, whole)
+            whole if shard is old else wrap_shard(shard, whole)
             for shard, old, whole in zip(shards, olds, wholes, strict=True)
         ]
-        for shards, olds, wholes in zip(results, group.averages, group.wholes, strict=False)
+        for shards, olds, wholes in zip(results, group.averages, group.wholes, strict=True)
     ]
 
 
@@ -94,51 +102,63 @@ def _weight_of(weight: Weight, leaf: Tensor) -> Weight:
     return weight
 
 
-def _step(
-    group: Group, steps: list[tuple[list[Tensor], Weight]], narrow: list[list[Tensor]], inplace: bool
-) -> list[list[Tensor]]:
-    if all(is_host(weight) and weight == 0 for _, weight in steps):
-        return [olds for olds, _ in steps]
-    grouped = group.foreach and all(is_host(weight) and not _is_poor(olds[0].dtype) for olds, weight in steps)
-    if not grouped:
-        results = [
-            [lerp_leaf(old, new, weight, inplace) for old, new in zip(olds, group.news, strict=True)]
-            for olds, weight in steps
-        ]
-        for roundings in narrow:
-            for rounding, leaf in zip(roundings, results[0], strict=True):
-                written(rounding, leaf)
-        return results
-    if group.alike and not inplace:
-        return [_new_list(olds, group.news, weight) for olds, weight in steps]
-    if not inplace:
-        steps = [([old.clone() for old in olds] if weight != 0 else olds, weight) for olds, weight in steps]
+def _write_group_(group: Group, steps: list[tuple[list[Tensor], float]]) -> None:
     moving = [(olds, weight) for olds, weight in steps if weight != 0]
-    with torch.inference_mode():  # spares the dispatcher's bookkeeping; versions still bump
-        if group.alike or all(weight == 1 for _, weight in moving):
-            for olds, weight in moving:
-                write(olds, group.news, weight)
-            for roundings in narrow:
-                torch._foreach_copy_(roundings, steps[0][0])
-        else:
-            write_staged(moving, group.news, narrow)
+    if group.alike or all(weight == 1 for _, weight in moving):
+        for olds, weight in moving:
+            write_(olds, group.news, weight)
+        if group.roundings is not None:
+            torch._foreach_copy_(group.roundings, group.averages[0])
+    else:
+        write_staged_(moving, group.news, group.roundings)
+
+
+@outside_autograd
+def _lerp_new(group: Group, steps: list[tuple[list[Tensor], float]]) -> list[list[Tensor]]:
+    if group.alike:
+        return [_lerp_list(olds, group.news, weight) for olds, weight in steps]
+    steps = [([old.clone() for old in olds] if weight != 0 else olds, weight) for olds, weight in steps]
+    with torch.inference_mode():
+        _write_group_(group, steps)
     return [olds for olds, _ in steps]
+
+
+def _lerp_list(olds: list[Tensor], news: list[Tensor], weight: float) -> list[Tensor]:
+    if weight == 0:
+        return olds
+    if weight == 1:
+        return [torch.empty_like(old, requires_grad=False).copy_(new) for old, new in zip(olds, news, strict=True)]
+    return list(torch._foreach_lerp(olds, news, weight))
+
+
+# ---- leaf by leaf
+
+
+@outside_autograd
+def _lerp_leaves(group: Group, steps: list[tuple[list[Tensor], Weight]], inplace: bool) -> list[list[Tensor]]:
+    results = [
+        [lerp_leaf(old, new, weight, inplace) for old, new in zip(olds, group.news, strict=True)]
+        for olds, weight in steps
+    ]
+    for rounding, leaf in zip(group.roundings or [], results[0], strict=group.roundings is not None):
+        copy_(rounding, leaf)
+    return results
 
 
 def lerp_leaf(old: Tensor, new: Tensor, weight: Weight, inplace: bool) -> Tensor:
     """Return one leaf after the step: the readable reference of the grouped paths, and the path of transforms."""
     if not is_host(weight):
-        return _lerp_leaf_selected(old, new, weight, inplace)
+        return _lerp_leaf_where(old, new, weight, inplace)
     if weight == 0:
         return old
     if weight == 1:
-        return written(old, new) if inplace else new.to(old.device, old.dtype, copy=True)
+        return copy_(old, new) if inplace else new.to(old.device, old.dtype, copy=True)
     start = old.to(_computed_in(old.dtype))
     result = torch.lerp(start, new.to(old.device, start.dtype), weight).to(old.dtype)  # vmap has no rule for lerp_
-    return written(old, result) if inplace else result
+    return copy_(old, result) if inplace else result
 
 
-def _lerp_leaf_selected(old: Tensor, new: Tensor, weight: Tensor, inplace: bool) -> Tensor:
+def _lerp_leaf_where(old: Tensor, new: Tensor, weight: Tensor, inplace: bool) -> Tensor:
     """Return one leaf after a step whose weight only the device knows."""
     weight = weight.to(old.device)
     if kind_of(old) in (dtypes.BOOL, dtypes.INTEGER):
@@ -149,7 +169,7 @@ def _lerp_leaf_selected(old: Tensor, new: Tensor, weight: Tensor, inplace: bool)
         new = new.to(old.device, start.dtype)
         moved = torch.lerp(start, new, weight.to(start.dtype))
         result = torch.where(weight == 1, new, torch.where(weight == 0, start, moved)).to(old.dtype)
-    return written(old, result) if inplace else result
+    return copy_(old, result) if inplace else result
 
 
 def _is_poor(dtype: torch.dtype) -> bool:
@@ -163,15 +183,36 @@ def _computed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.complex64 if dtype.is_complex else torch.float32
 
 
-def written(old: Tensor, new: Tensor) -> Tensor:
-    """Write into a tensor and return it."""
+def copy_(old: Tensor, new: Tensor) -> Tensor:
+    """Copy into a tensor and return it."""
     old.detach().copy_(new)  # detached, as tensors made in inference mode cannot be written to outside it
     return old
 
 
-def _new_list(olds: list[Tensor], news: list[Tensor], weight: float) -> list[Tensor]:
-    if weight == 0:
-        return olds
-    if weight == 1:
-        return [torch.empty_like(old, requires_grad=False).copy_(new) for old, new in zip(olds, news, strict=True)]
-    return list(torch._foreach_lerp(olds, news, weight))
+# ---- trials
+
+
+def try_steps(groups: list[Group], weights: list[Weight], inplace: bool, name_of: Callable[[int], str]) -> None:
+    """Check that tensors of other classes than torch's own can take their steps, by taking them into new memory.
+
+    Raises:
+        TypeError: one cannot; the message names it.
+    """
+    for group in groups:
+        if not group.plain and not is_transformed():
+            for olds, weight in zip(group.averages, weights, strict=True):
+                for index, old, new in zip(group.indices, olds, group.news, strict=True):
+                    _try_step(old, new, _weight_of(weight, old), inplace, functools.partial(name_of, index))
+
+
+@outside_autograd
+def _try_step(old: Tensor, new: Tensor, weight: Weight, inplace: bool, name_of: Callable[[], str]) -> None:
+    try:
+        moved = lerp_leaf(old, new, weight, inplace=False)
+        if inplace and moved is not old:
+            old.clone().copy_(moved)
+    except Exception as error:  # whatever a class raises
+        raise TypeError(
+            f"{name_of()}: cannot average {type(old).__name__} with {type(new).__name__}: {error}. "
+            "Leave it as it is or copy it: Partition({..., 'fixed': Freeze(), 'newest': Latest()}, label)"
+        ) from error

@@ -1,0 +1,105 @@
+"""Which tensors lie over one memory, and which averages a step in place can write to."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from functavg.kernels import memory
+from functavg.kernels.torch.dtensor import get_shard
+from functavg.kernels.torch.groups import PLAIN, is_transformed
+
+_nbytes = operator.attrgetter("nbytes")
+
+
+def are_disjoint(averages: Sequence[Any], news: Sequence[Any] = ()) -> bool:
+    """Tell, faster than leaf by leaf, whether averages and new values all lie apart in memory.
+
+    False also where it cannot be told.
+    """
+    if is_transformed():
+        return len(set(identities(averages))) == len(averages)
+    try:
+        if not set(map(type, averages)) <= PLAIN:
+            averages, news = list(map(get_shard, averages)), list(map(get_shard, news))
+        leaves = [*averages, *news]
+        is_contiguous = all(map(Tensor.is_contiguous, leaves))
+        if not is_contiguous and any(map(_is_expanded, averages)):
+            return False
+        sizes = list(map(_nbytes if is_contiguous else _reach, leaves))
+        return memory.are_disjoint(list(map(Tensor.data_ptr, leaves)), sizes)
+    except (RuntimeError, TypeError, ValueError):  # sparse, nested and lazy tensors have no address, other arrays none
+        return False
+
+
+def identities(leaves: Sequence[Any]) -> Sequence[Hashable]:
+    """Return what is equal for tensors in one place of memory: two objects may be one weight, as in a state_dict."""
+    if torch.compiler.is_compiling():  # which would take numbers for constants
+        return leaves
+    if is_transformed():
+        return list(map(id, leaves))
+    return list(map(_identity, leaves))
+
+
+def _identity(leaf: Any) -> Hashable:
+    if not _has_address(leaf):
+        return id(leaf)
+    return leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride(), leaf.is_conj(), leaf.is_neg()
+
+
+def check_writable(averages: Sequence[Any], news: Sequence[Any], name_of: Callable[[int], str]) -> None:
+    """Check that each average has elements of its own to write to, which no other average or new value reads.
+
+    Args:
+        averages: distinct averages.
+        news: nothing, or the new value of each.
+        name_of: returns the path of a leaf.
+
+    Raises:
+        TypeError: an average is an expanded tensor.
+        ValueError: two overlap; the message names both.
+    """
+    if is_transformed():
+        return
+    averages, news = list(map(get_shard, averages)), list(map(get_shard, news))
+    for index, leaf in enumerate(averages):
+        if _is_expanded(leaf):
+            raise TypeError(
+                f"{name_of(index)}: expected an average with memory for each element, got an expanded tensor, which "
+                "cannot be written to in place; pass its clone(), or inplace=False"
+            )
+    others = [
+        None if _identity(new) == _identity(old) else _footprint(new) for old, new in zip(averages, news, strict=False)
+    ]
+    memory.check_overlaps(list(map(_footprint, averages)), others, name_of)
+
+
+def _footprint(leaf: Any) -> NDArray[Any] | None:
+    if not _has_address(leaf):
+        return None
+    size = leaf.element_size()
+    return memory.footprint(leaf.data_ptr(), leaf.shape, [size * stride for stride in leaf.stride()], size)
+
+
+def _has_address(leaf: Any) -> bool:
+    """Tell whether a leaf is a plain dense tensor with memory: those on the meta device have none."""
+    return type(leaf) in PLAIN and not leaf.is_nested and leaf.layout == torch.strided and leaf.data_ptr() != 0
+
+
+def _is_expanded(leaf: Any) -> bool:
+    if leaf.is_nested or leaf.layout != torch.strided or leaf.numel() == 0:
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
+
+
+def _reach(leaf: Tensor) -> int:
+    """Return the bytes from the first element of a tensor to the end of its last one."""
+    if leaf.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    return (last + 1) * leaf.element_size()
