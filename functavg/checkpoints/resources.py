@@ -14,6 +14,9 @@ from torch import Tensor
 T = TypeVar("T")
 R = TypeVar("R")
 
+WORKERS = 2
+"""A third thread waits for the disk, or for the other two."""
+
 _ALIGNMENT = 16
 _setting = threading.Lock()
 
@@ -32,24 +35,24 @@ class Buffer:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a vector in memory that is free, or in memory of its own if there is not enough."""
         start, stop = self._used, self._used + numel * dtype.itemsize
-        if stop > len(self._data):
+        if stop > self._data.numel():
             return torch.empty(numel, dtype=dtype)
         self._used = -(-stop // _ALIGNMENT) * _ALIGNMENT
         return self._data[start:stop].view(dtype)
 
 
 def compute_ahead(compute: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:
-    """Yield ``compute(item)`` of each item in turn, while a thread works on the next one.
+    """Yield ``compute(item)`` of each item in turn, while threads work on the next ones.
 
-    So files are read and written at the same time. Two results are held at most. What ``compute`` raises is raised in
-    its turn. Close the generator where it is left early: the thread ends then.
+    So files are read and written at the same time. One result more than there are threads is held at most. What
+    ``compute`` raises is raised in its turn. Close the generator where it is left early: the threads end then.
     """
     pending: deque[Future[R]] = deque()
-    with ThreadPoolExecutor(1, "functavg", _compute_alone) as pool:
+    with ThreadPoolExecutor(WORKERS, "functavg", _compute_alone) as pool:
         try:
             for item in items:
                 pending.append(pool.submit(compute, item))
-                if len(pending) > 1:
+                if len(pending) > WORKERS:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
@@ -59,7 +62,7 @@ def compute_ahead(compute: Callable[[T], R], items: Iterable[T]) -> Generator[R,
 
 
 def _compute_alone() -> None:
-    """Have torch compute in this thread by itself, and leave all other threads as they are.
+    """Have torch compute in this thread alone, and leave all other threads as they are.
 
     Pieces are too small to be shared among threads: on a busy machine these wait for each other most of the time.
     """

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from functavg.checkpoints.averaging import Averaged, PathLike, average, check_weights
+from functavg.checkpoints.averaging import average, check_weights
+from functavg.checkpoints.summing import Averaged, PathLike
 from functavg.checkpoints.writers import check_suffix
 from functavg.checks import check_number
 

@@ -39,6 +39,11 @@ class TensorInfo:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
+    @property
+    def is_averaged(self) -> bool:
+        """Whether it is real or complex; others take the value of the newest file."""
+        return self.torch_dtype.is_floating_point or self.torch_dtype.is_complex
+
 
 def info_of(tensor: Tensor) -> TensorInfo:
     """Return dtype and shape of a tensor."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from functavg import checkpoints
-from functavg.checkpoints import averaging, mapped
+from functavg.checkpoints import mapped, pieces
 from tests.checkpoints.files import FORMATS, load, metadata_of, names_in, save
 
 SHAPES = [(3, 4), (), (0,), (5,), (2, 1, 3)]
@@ -27,7 +27,7 @@ def suffix(request):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Tensors of a few elements are cut into pieces."""
-    monkeypatch.setattr(averaging, "PIECE", 16)
+    monkeypatch.setattr(pieces, "PIECE", 16)
 
 
 def three(folder, suffix, dtype=torch.float32, seed=0):
@@ -311,7 +311,7 @@ def test_a_constant_is_a_fixed_point_however_tensors_are_cut(tmp_path_factory, w
     values = {str(i): torch.randn(length, dtype=dtype) for i, (length, dtype) in enumerate(tensors)}
     path = save(folder / "in.safetensors", values)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(averaging, "PIECE", max(piece, 8))
+        patch.setattr(pieces, "PIECE", max(piece, 8))
         checkpoints.average([path] * len(weights), folder / "out.safetensors", weights=weights)
     for name, value in load(folder / "out.safetensors").items():
         torch.testing.assert_close(value, values[name], rtol=0, atol=0)

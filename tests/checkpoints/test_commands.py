@@ -329,10 +329,10 @@ def test_an_interrupted_command_removes_its_temporary_file(folder, number, code)
     slow = """
 import time
 from functavg.__main__ import main
-from functavg.checkpoints import averaging
+from functavg.checkpoints import pieces
 from functavg.checkpoints.safetensors_reader import SafetensorsReader
 fast = SafetensorsReader.read_piece
-averaging.PIECE = 8
+pieces.PIECE = 8
 SafetensorsReader.read_piece = lambda *args: time.sleep(0.1) or fast(*args)
 main()
 """

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from functavg import checkpoints
-from functavg.checkpoints import CheckpointError, atomic, averaging, tensors, torch_reader
+from functavg.checkpoints import CheckpointError, atomic, pieces, tensors, torch_reader
 from tests.checkpoints.files import FORMATS, load, names_in, run_code, save
 
 GOOD = {"a": torch.ones(2, 3), "b": torch.zeros(4, dtype=torch.int64)}
@@ -229,7 +229,7 @@ def test_what_interrupts_the_work_leaves_nothing_behind(tmp_path, suffix, refuse
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path, suffix, refused, monkeypatch):
-    monkeypatch.setattr(averaging, "PIECE", 16)
+    monkeypatch.setattr(pieces, "PIECE", 16)
     bad = save(tmp_path / f"bad{suffix}", GOOD)
 
     def change(done, total):

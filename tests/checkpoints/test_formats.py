@@ -94,7 +94,7 @@ def test_a_layout_of_torch_that_is_not_as_expected_is_refused(tmp_path, monkeypa
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the memory used")
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_memory_does_not_grow_with_the_files(tmp_path, suffix):
-    """Four files of 64 MiB in one tensor each take less than one of them."""
+    """Four files of 64 MiB in one tensor each take less than two of them, with what their threads work on."""
     paths = [str(save(tmp_path / f"{n}{suffix}", {"w": torch.full((2**24,), float(n))})) for n in range(4)]
     small = [str(save(tmp_path / f"small{n}{suffix}", {"w": torch.full((2,), float(n))})) for n in range(4)]
     code = f"""
@@ -108,7 +108,7 @@ print(peak() - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 2**26
+    assert int(done.stdout) < 2**27
     assert load(tmp_path / f"out{suffix}")["w"][::1000].unique().tolist() == [1.5]
 
 
