@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,19 @@ class Reader(ABC):
         return self.read_piece(Piece(name, 0, info.numel), torch.empty(info.numel, dtype=info.torch_dtype)).reshape(
             info.shape
         )
+
+    def read_all(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Return tensors by name, all unless some are named; tied ones are one."""
+        firsts = {name: self.ties.get(name, name) for name in (self.infos if names is None else names)}
+        held = {first: self.read(first) for first in dict.fromkeys(firsts.values())}
+        return {name: held[first] for name, first in firsts.items()}
+
+    def outline(self) -> dict[str, Tensor]:
+        """Return all tensors by name without their values, but for those of one element, such as counts."""
+        return {
+            name: self.read(name) if info.numel == 1 else torch.empty(info.shape, dtype=info.torch_dtype, device="meta")
+            for name, info in self.infos.items()
+        }
 
 
 class Selected(Reader):
