@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -264,6 +265,10 @@ def test_inspecting_shows_averages_dtypes_and_ties(run):
     first, second = json.loads(out)
     assert (first["kind"], first["count"], first["format"]) == ("functavg", 40, "safetensors")
     assert [held["key"] for held in second["holds"]] == ["model", "ema"]
+    save(Path("named.safetensors"), {"w": torch.ones(2)}, {"format": "pt"})
+    _, out, _ = run("inspect", "named.safetensors")
+    assert re.search(r"^format +safetensors *$", out, re.MULTILINE)
+    assert re.search(r"^metadata format +pt *$", out, re.MULTILINE)
 
 
 def test_a_profile_is_a_table_and_a_picture(run):
