@@ -20,6 +20,7 @@ from functavg.nn.beside import Beside
 from functavg.nn.copying import copy_model
 from functavg.nn.counting import HostCount
 from functavg.nn.derived import drop_derived_values
+from functavg.nn.functions import rule_of, sort_ways
 from functavg.nn.master_copies import MasterCopies
 from functavg.nn.overwriting import overwrite_
 from functavg.nn.saving import SavedAverage
@@ -48,7 +49,8 @@ class AveragedModel(SavedAverage):
         multi_avg_fn: ``fn(averaged_list, current_list, n_averaged)`` for many parameters in place.
         use_buffers: whether real and complex buffers are averaged too, or ``f(name, buffer) -> bool``. Others are
             copied from the model at each update. Default: ``False``.
-        rule: the rule to average by. Default: ``SWA()``, the equal mean.
+        rule: the rule to average by; one in the place of ``device``, ``avg_fn`` or ``multi_avg_fn`` is taken for it.
+            Default: ``SWA()``, the equal mean.
         module: a ready copy of the model to hold the average, such as a sharded one; it is overwritten.
         dtype: dtype that the average is held in. Default: that of the parameters, at least float32.
 
@@ -82,14 +84,8 @@ class AveragedModel(SavedAverage):
         dtype: torch.dtype | str | None = None,
     ) -> None:
         Module.__init__(self)
-        if callable(device):  # torch's documentation passes a multi_avg_fn in this place
-            if multi_avg_fn is not None:
-                raise AssertionError("two multi_avg_fn were given: by name, and in the place of device")
-            device, multi_avg_fn = None, device
-        if sum(given is not None for given in (avg_fn, multi_avg_fn, rule)) > 1:
-            raise AssertionError("Only one of avg_fn, multi_avg_fn and rule should be provided")
-        if rule is not None and not isinstance(rule, AveragingRule):
-            raise TypeError(f"rule must be an AveragingRule such as functavg.EMA(0.999), got {rule!r}")
+        device, avg_fn, multi_avg_fn, rule = sort_ways(device, avg_fn, multi_avg_fn, rule)
+        buffers.check_use_buffers(use_buffers)
         self.avg_fn = avg_fn
         self.multi_avg_fn = multi_avg_fn
         self.use_buffers = use_buffers
@@ -109,12 +105,9 @@ class AveragedModel(SavedAverage):
     def rule(self) -> AveragingRule:
         """The rule that updates follow: that of ``multi_avg_fn`` or ``avg_fn``, else the one given, else ``SWA()``."""
         fn = self.avg_fn if self.multi_avg_fn is None else self.multi_avg_fn
-        own = self._rule if fn is None else getattr(fn, "rule", None)
-        if isinstance(own, AveragingRule):
-            return own
         if fn is None:
-            return SWA()
-        return AvgFn(fn, grouped=self.multi_avg_fn is not None)
+            return SWA() if self._rule is None else self._rule
+        return rule_of(fn, grouped=self.multi_avg_fn is not None)
 
     @property
     def state(self) -> AverageState[Any]:

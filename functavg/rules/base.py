@@ -164,9 +164,16 @@ def check_rule(rule: Any, name: str = "rule") -> AveragingRule:
     """
     if isinstance(rule, AveragingRule):
         return rule
-    advice = f"; pass an instance: {rule.__name__}(...)" if isinstance(rule, type) else ""
-    got = f"{rule!r} of {type(rule).__name__}"
-    raise TypeError(f"{name} must be an AveragingRule such as EMA(0.999), got {got}{advice}")
+    expected = f"{name} must be an AveragingRule such as EMA(0.999)"
+    if is_rule_class(rule):
+        raise TypeError(f"{expected}, got the class {rule.__name__}; pass an instance: {rule.__name__}(...)")
+    advice = "; to average by a function, wrap it: AvgFn(fn) or WeightFn(fn)" if callable(rule) else ""
+    raise TypeError(f"{expected}, got {rule!r} of {type(rule).__name__}{advice}")
+
+
+def is_rule_class(value: Any) -> bool:
+    """Tell whether a value is a class of rules, where an instance of it is meant."""
+    return isinstance(value, type) and issubclass(value, AveragingRule)
 
 
 def _check_order(params: PyTree, state: Any, call: str) -> None:
