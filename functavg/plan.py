@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from functavg import kernels, trees
+from functavg.advice import advise
 from functavg.checks import check_weight
 from functavg.identity import objects
 from functavg.kernels import dtypes
@@ -110,7 +111,7 @@ class _Job:
 
     def _align(self, tree: PyTree, flattened: list[Any]) -> list[Any]:
         leaves, spec = _flatten(tree, flattened)
-        return trees.align(self.spec, spec, leaves)
+        return trees.align(self.spec, spec, leaves, self.olds)
 
     def name_of(self, index: int) -> str:
         """Return the path of a leaf."""
@@ -157,7 +158,8 @@ class _Job:
         for index, old in enumerate(self.olds):
             name = kernels.kernel_name(old)
             if name is None:
-                raise TypeError(f"{self.name_of(index)}: the average holds {type(old).__name__}, which is no array")
+                holds = f"the average holds {type(old).__name__}, which is no array"
+                raise TypeError(f"{self.name_of(index)}: {holds}{advise(old)}")
             first = holders.setdefault(mine[index], index)
             if inplace and any(keys[first] != keys[index] for keys in theirs):
                 raise ValueError(
@@ -292,10 +294,8 @@ def copy_leaves(params: PyTree, *, dtype: Any = None, device: Any = None) -> PyT
 
 
 def _refuse(path: str, leaf: Any, reason: str) -> str:
-    advice = "leave it out of the params"
-    if hasattr(leaf, "named_parameters"):
-        advice = "pass dict(module.named_parameters()), or use functavg.AveragedModel"
-    return f"{path}: cannot average {type(leaf).__name__}: {reason}. Expected a dense array of numbers; {advice}"
+    advice = advise(leaf) or "; leave it out of the params"
+    return f"{path}: cannot average {type(leaf).__name__}: {reason}. Expected a dense array of numbers{advice}"
 
 
 def identities(leaves: Sequence[Any]) -> list[Hashable]:

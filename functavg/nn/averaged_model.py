@@ -130,6 +130,7 @@ class AveragedModel(SavedAverage):
         Raises:
             TypeError, ValueError: the model does not fit; the message names the parameters. Nothing was changed then.
         """
+        pairing.check_module(model, "update_parameters(model)")
         pairs = pairing.pair(self.module, model)
         copies = buffers.split_buffers(pairs, self.use_buffers)
         rule = self.rule
@@ -195,6 +196,7 @@ class AveragedModel(SavedAverage):
         Raises:
             TypeError, ValueError: the model does not have these tensors; nothing was written.
         """
+        pairing.check_module(model, "copy_to(model)")
         if self._count.read(self.n_averaged) > 0:
             write(model, self._masters.get_named(dict(pairing.tensors(self.module))))
 

@@ -28,6 +28,12 @@ ABSENT = object()
 """In the place of a buffer that is not registered; one registered as None is None."""
 
 
+def check_module(value: Any, call: str) -> None:
+    """Raise a TypeError unless ``value``, the model in ``call``, is a module."""
+    if not isinstance(value, Module):
+        raise TypeError(f"{call}: model must be a torch.nn.Module, got {type(value).__name__}")
+
+
 def unwrap(module: Module) -> Module:
     """Return the model inside all wrappers, which are known by their class and never by an attribute's name.
 

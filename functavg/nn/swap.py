@@ -12,6 +12,7 @@ from torch.nn import Module, Parameter
 from torch.optim.swa_utils import AveragedModel as TorchAveragedModel
 
 from functavg import trees
+from functavg.advice import advise, is_tensordict
 from functavg.nn import pairing
 from functavg.nn.averaged_model import AveragedModel
 from functavg.nn.writing import exchange
@@ -75,9 +76,9 @@ def _values(average: Any) -> Mapping[str, Tensor]:
             return {}
         leaves, spec = trees.flatten(average.average)
         return dict(zip(trees.names(spec), leaves, strict=True))
-    if not isinstance(average, Mapping):
+    if not isinstance(average, Mapping) or is_tensordict(average):
         raise TypeError(
             "average must be an AveragedModel, an AverageState or a mapping from names to tensors, "
-            f"got {type(average).__name__}"
+            f"got {type(average).__name__}{advise(average)}"
         )
     return average

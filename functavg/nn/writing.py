@@ -74,6 +74,7 @@ def exchange(model: M, values: Mapping[str, Any], backup_device: Any = None) -> 
             others that cannot take what they held; the message names them, and all others were restored. An error of
             the block stays that error, with a note.
     """
+    pairing.check_module(model, "swapped(model, average)")
     pairing.reshard(model)
     tensors, _ = targets(model, values)
     with torch.inference_mode(False), torch.no_grad():
