@@ -203,6 +203,7 @@ class _Part:
         """Check that this part, and those batched with it, can take all that is to go into them."""
         averages = [part.olds for part in batch]
         for step, (news, weight) in enumerate(self.steps):
+            check_scalar(weight, self.olds[:1], "the weight")
             groups = self.kernel.prepare(averages, news, self.name_of, self.roundings)
             if self.job.apply is None:
                 weights = [weight] if len(batch) == 1 else [part.steps[step][1] for part in batch]
@@ -270,6 +271,22 @@ def _batch(parts: list[_Part]) -> list[list[_Part]]:
         key: Hashable = id(part) if alone else (part.kernel.__name__, *objects(part.steps[0][0]))
         batches.setdefault(key, []).append(part)
     return list(batches.values())
+
+
+def check_scalar(value: Any, leaves: Sequence[Any], name: str) -> None:
+    """Raise a TypeError where leaves cannot be computed with a number or 0-d array; ``name`` says which it is."""
+    if is_host(value) or is_compiling():
+        return
+    for kind, leaf in dict(zip(map(type, leaves), leaves, strict=True)).items():
+        if kernels.kernel_name_of(kind) is None or kernels.takes_scalar(leaf, value):
+            continue
+        got = f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
+        if getattr(value, "is_meta", False):
+            got += " on the meta device, where it has no value"
+        raise TypeError(
+            f"{name} must be a plain number, or a 0-d array that leaves of {kind.__module__.partition('.')[0]}."
+            f"{kind.__name__} can be computed with, got {got}. Read it into a plain number (int, float), or move it"
+        )
 
 
 def copy_leaves(params: PyTree, *, dtype: Any = None, device: Any = None) -> PyTree:

@@ -87,7 +87,7 @@ def read_piece(path: Path, stamp: Stamp, offset: int, dtype: torch.dtype, piece:
     Raises:
         CheckpointError: the file is not the one that the stamp was taken of, or ends too early.
     """
-    data = torch.empty(piece.stop - piece.start, dtype=dtype)
+    data = torch.empty(piece.stop - piece.start, dtype=dtype, device="cpu")
     left = data.view(torch.uint8).numpy().data
     with reading(path), open(path, "rb", buffering=0) as file:
         if Stamp.of(file.fileno()) != stamp:

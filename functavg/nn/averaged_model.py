@@ -97,7 +97,7 @@ class AveragedModel(SavedAverage):
             if module is not None and device is not None:
                 self.module = self.module.to(device)
             self._masters.narrow(self._averaged().values())
-            self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.int64, device=device))
+            self.register_buffer("n_averaged", _make_count(device, self.module))
         self._beside = Beside(self.rule, self._masters.get_named(self._averaged()))
         self._hook_saving()
 
@@ -265,6 +265,14 @@ class AveragedModel(SavedAverage):
         self._beside = Beside(self.rule, self._masters.get_named(self._averaged()))
         self.n_averaged = self._count.write(self.n_averaged, 0)
         return self
+
+
+def _make_count(device: Any, module: Module) -> Tensor:
+    """Return a count of 0, on the CPU where the default device is meta and the module has values."""
+    count = torch.tensor(0, dtype=torch.int64, device=device)
+    if device is None and count.is_meta and not all(tensor.is_meta for _, tensor in pairing.tensors(module)):
+        return torch.tensor(0, dtype=torch.int64, device="cpu")
+    return count
 
 
 def _is_blind_to_names(rule: AveragingRule) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from functavg import trees
 from functavg.checks import check_count, check_state
 from functavg.counts import write_counts_
-from functavg.plan import Lerp, copy_leaves, run
+from functavg.plan import Lerp, check_scalar, copy_leaves, run
 from functavg.rules.growth import grow_state
 from functavg.scalars import is_host, lift
 from functavg.state import AverageState, Count, PyTree, T, Weight
@@ -153,7 +154,12 @@ def plan_update(rule: AveragingRule, params: PyTree, state: AverageState[Any], /
     """
     _check_order(params, state, "update(params, state)")
     state = state._replace(count=check_count(state.count, "state.count", 0))
-    return rule.plan(params, state, check_count(steps, "steps", 1))
+    steps = check_count(steps, "steps", 1)
+    if not (is_host(state.count) and is_host(steps)):
+        leaves, _ = trees.flatten(state.average)
+        check_scalar(state.count, leaves, "state.count")
+        check_scalar(steps, leaves, "steps")
+    return rule.plan(params, state, steps)
 
 
 def check_rule(rule: Any, name: str = "rule") -> AveragingRule:
