@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from functavg.kernels.torch.groups import is_partitioned
-from functavg.nn.pairing import tensors, unwrap
+from functavg.nn.pairing import is_sharded, tensors, unwrap
 from functavg.nn.resisting import find_device, find_resisting, is_out_of_memory
 
 Share = Callable[[str, Tensor], bool]
@@ -34,12 +34,17 @@ def copy_model(model: Module, device: Any = None, share: Share | None = None) ->
     Raises:
         ValueError: there is no such device, or a shared tensor is on another one.
         RuntimeError: the device is not available. Where memory runs out, the error is that of the allocator.
-        TypeError: a parameter is not initialised yet or not here, or a module cannot be copied; the message names it.
+        TypeError: a parameter is not initialised yet or not here, the model is sharded by FSDP2, or a module cannot be
+            copied; the message names it.
     """
     if not isinstance(model, Module):
         raise TypeError(f"model must be the torch.nn.Module to average, got {type(model).__name__}")
     target = find_device(device)
     model = unwrap(model)
+    if any(map(is_sharded, model.modules())):
+        raise TypeError(
+            "cannot copy a model that fully_shard has sharded; pass a ready copy of the model, sharded alike, as module="
+        )
     shared = _find_shared(model, target, share)
     for name, tensor in tensors(model):
         if id(tensor) not in shared:

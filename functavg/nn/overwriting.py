@@ -6,7 +6,7 @@ from torch.nn import Module
 
 from functavg.kernels.torch.memory import identities
 from functavg.nn.copying import Share
-from functavg.nn.pairing import tensors, unwrap
+from functavg.nn.pairing import is_sharded, tensors, unwrap
 from functavg.nn.writing import write
 from functavg.trees import some
 
@@ -53,5 +53,4 @@ def _unwrap_parts(module: Module, others: set[Module]) -> Module:
 
 
 def _unwrap_unless_sharded(module: Module) -> Module:
-    is_sharded = any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
-    return module if is_sharded else unwrap(module)  # the hooks of a sharded wrapper gather what it holds
+    return module if is_sharded(module) else unwrap(module)  # the hooks of a sharded wrapper gather what it holds

@@ -73,14 +73,19 @@ def reshard(model: Module) -> None:
     if sys.modules.get(_FSDP2[0]) is None:
         return
     for module in model.modules():
-        if _is_instance(module, _FSDP2):
+        if is_sharded(module):
             module.reshard()  # type: ignore[operator]
+
+
+def is_sharded(module: Module) -> bool:
+    """Tell whether a module is one that FSDP2 has sharded."""
+    return _is_instance(module, _FSDP2)
 
 
 def _open(module: Module) -> Module:
     """Return the model inside all wrappers, resharded on every level."""
     while True:
-        if _is_instance(module, _FSDP2):
+        if is_sharded(module):
             module.reshard()  # type: ignore[operator]
         kind: Any = type(module)
         attribute = _wrapped_attribute(kind)
@@ -242,8 +247,11 @@ def _prefix(node: _Node | None) -> str:
 
 
 def tensors(model: Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield all parameters and buffers of a model by name, those that are shared under each of their names."""
-    return _tensors(unwrap(model), "")
+    """Yield all parameters and buffers of a model by name, those that are tied under each of their names.
+
+    FSDP2 modules are resharded on the way.
+    """
+    return _tensors(model, "")
 
 
 def as_dict(store: Any) -> dict[str, Any]:
@@ -267,13 +275,14 @@ def is_averageable(name: str, module: Module, buffer: Tensor) -> bool:
 
 
 def _tensors(module: Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    module = _open(module)
     for store in (module._parameters, module._buffers):
         for name, tensor in store.items():
             if tensor is not None:
                 yield prefix + name, tensor
     for name, child in module._modules.items():
         if child is not None:
-            yield from _tensors(unwrap(child), f"{prefix}{name}.")
+            yield from _tensors(child, f"{prefix}{name}.")
 
 
 def _parameter_names(module: Module | None, prefix: str) -> list[str]:
