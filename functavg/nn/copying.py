@@ -43,7 +43,7 @@ def copy_model(model: Module, device: Any = None, share: Share | None = None) ->
     model = unwrap(model)
     if any(map(is_sharded, model.modules())):
         raise TypeError(
-            "cannot copy a model that fully_shard has sharded; pass a ready copy of the model, sharded alike, as module="
+            "cannot copy what fully_shard has sharded; pass a ready copy of the model, sharded alike, as module="
         )
     shared = _find_shared(model, target, share)
     for name, tensor in tensors(model):
