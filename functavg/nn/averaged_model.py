@@ -23,6 +23,7 @@ from functavg.nn.functions import rule_of, sort_ways
 from functavg.nn.held_state import HeldState
 from functavg.nn.overwriting import overwrite_
 from functavg.nn.saving import SavedAverage
+from functavg.nn.sharing import Share, find_parameters, hidden, name_shared, warn_of_move
 from functavg.nn.writing import exchange, write
 from functavg.plan import Lerp, check_plan
 from functavg.rules.base import AveragingRule, WeightRule, plan_update
@@ -58,10 +59,15 @@ class AveragedModel(SavedAverage):
             Default: ``SWA()``, the equal mean.
         module: a ready copy of the model to hold the average, such as a sharded one; it is overwritten.
         dtype: dtype that the average is held in. Default: that of the parameters, at least float32.
+        share: ``share(name, tensor) -> bool`` tells which tensors of the average are the model's own, such as those of
+            a frozen base: they take no memory and are not averaged. Where such a tensor is trained all the same, the
+            average follows it. Running statistics, which a forward writes to, are never shared. Default: none, but
+            frozen ones that ``module`` has in common with the model.
 
     Raises:
         AssertionError: more than one of ``avg_fn``, ``multi_avg_fn`` and ``rule`` was given.
         TypeError: the model cannot be averaged (FSDP1, uninitialised parameters) or copied, or ``rule`` is none.
+        ValueError: there is no such device, or a shared tensor is on another one.
 
     Example:
         >>> import functavg, torch
@@ -87,6 +93,7 @@ class AveragedModel(SavedAverage):
         rule: AveragingRule | None = None,
         module: Module | None = None,
         dtype: torch.dtype | str | None = None,
+        share: Share | None = None,
     ) -> None:
         Module.__init__(self)
         device, avg_fn, multi_avg_fn, rule = sort_ways(device, avg_fn, multi_avg_fn, rule)
@@ -97,9 +104,12 @@ class AveragedModel(SavedAverage):
         self._rule = rule
         self._held = HeldState(dtype)
         with torch.inference_mode(False), torch.no_grad():
-            self.module = copy_model(model, device) if module is None else overwrite_(module, model)
-            if module is not None and device is not None:
-                self.module = self.module.to(device)
+            if module is None:
+                self.module = copy_model(model, device, share)
+            else:
+                self.module = overwrite_(module, model, device, share)
+            if share is not None or module is not None:
+                self._shared = name_shared(self.module, model)
             self._held.masters.narrow(self._averaged().values())
             self.register_buffer("n_averaged", _make_count(device, self.module))
         self._held.init_(self.rule, self._averaged())
@@ -135,8 +145,7 @@ class AveragedModel(SavedAverage):
             TypeError, ValueError: the model does not fit; the message names the parameters. Nothing was changed then.
         """
         pairing.check_module(model, "update_parameters(model)")
-        pairs = pairing.pair(self.module, model)
-        copies = buffers.split_buffers(pairs, self.use_buffers)
+        pairs, copies, strays = self._pair(model)
         rule, held = self.rule, self._held
         masters = held.masters.get(pairs.averages)
         as_tree = _as_list if _is_blind_to_names(rule) else _as_dict
@@ -153,6 +162,8 @@ class AveragedModel(SavedAverage):
         commit_buffers = buffers.check_copies(copies, self._device)
         after = commit()
         commit_buffers()
+        for mine, theirs, name in strays:  # what is shared was replaced in the model, or the average was copied
+            mine[name] = theirs[name]
         held.keep(after)
         self._set_count(after.count)
         if rounds or step is averages:
@@ -206,7 +217,10 @@ class AveragedModel(SavedAverage):
         """
         pairing.check_module(model, "copy_to(model)")
         if self._has_average("copy_to"):
-            write(model, self._held.masters.get_named(dict(pairing.tensors(self.module))))
+            values, theirs = dict(pairing.tensors(self.module)), dict(pairing.tensors(model))
+            shared = {name: values.pop(name) for name in self._shared if name in values}
+            others = {name: tensor for name, tensor in shared.items() if theirs.get(name) is not tensor}
+            write(model, self._held.masters.get_named(values) | others)
 
     def swapped(self, model: M, *, backup_device: int | str | torch.device | None = None) -> AbstractContextManager[M]:
         """Compute with the average inside a ``with`` block, as ``functavg.swapped(model, averaged)`` does.
@@ -246,9 +260,14 @@ class AveragedModel(SavedAverage):
 
     def _averaged(self) -> dict[str, Tensor]:
         """Return the tensors that are averaged, by name."""
-        pairs = pairing.pair(self.module, self.module)
-        buffers.split_buffers(pairs, self.use_buffers)
+        pairs, _, _ = self._pair(self.module)
         return _as_dict(pairs.averages, pairs)
+
+    def _pair(self, model: Module) -> tuple[pairing.Pairs, buffers.Copies, list[Any]]:
+        """Return what is averaged of a model, what is copied, and which shared tensors are other ones by now."""
+        pairs = pairing.pair(self.module, model)
+        strays = pairs.leave_out(self._shared) if self._shared else []
+        return pairs, buffers.split_buffers(pairs, self.use_buffers), strays
 
     def _set_count(self, count: Count) -> None:
         buffer = self._held.write_count(self.n_averaged, count)
@@ -265,7 +284,8 @@ class AveragedModel(SavedAverage):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AveragedModel:
         """Move or convert, as all of ``to``, ``half``, ``cuda`` and ``share_memory`` do.
 
-        What becomes low precision keeps its value beside it, what becomes wide takes that value back.
+        What becomes low precision keeps its value beside it, what becomes wide takes that value back. Shared parameters
+        stay as they are, with a warning where they would change.
         """
         held, tensors = self._held, self._averaged()
         before = {
@@ -273,8 +293,12 @@ class AveragedModel(SavedAverage):
         }
         count = held.read_count(self.n_averaged)
         was_written = held.were_written(list(tensors.values()))
+        shared = find_parameters(self.module, self._shared)
         with torch.inference_mode(False), torch.no_grad():
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            with hidden(self.module, shared):
+                super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            if shared:
+                warn_of_move(shared.values(), fn)
             tensors = self._averaged()
             held.masters.move(tensors, before, fn)
             held.map_tensors(fn)

@@ -16,8 +16,7 @@ from torch.overrides import TorchFunctionMode
 from functavg.kernels.torch.groups import is_partitioned
 from functavg.nn.pairing import is_sharded, tensors, unwrap
 from functavg.nn.resisting import find_device, find_resisting, is_out_of_memory
-
-Share = Callable[[str, Tensor], bool]
+from functavg.nn.sharing import Share, check_device, find_shared, hidden
 
 
 def copy_model(model: Module, device: Any = None, share: Share | None = None) -> Module:
@@ -45,7 +44,8 @@ def copy_model(model: Module, device: Any = None, share: Share | None = None) ->
         raise TypeError(
             "cannot copy what fully_shard has sharded; pass a ready copy of the model, sharded alike, as module="
         )
-    shared = _find_shared(model, target, share)
+    shared = find_shared(model, share)
+    check_device(model, target, shared)
     for name, tensor in tensors(model):
         if id(tensor) not in shared:
             _check_copyable(name, tensor)
@@ -63,7 +63,10 @@ def copy_model(model: Module, device: Any = None, share: Share | None = None) ->
                 "as module="
             ) from error
     _separate_parametrizations(copied)
-    return copied if device is None else _move(copied, target, shared)
+    if device is not None:  # where its tensors are by now, but there may be more to a module
+        with hidden(copied, shared):
+            copied = copied.to(target)
+    return copied
 
 
 def _check_copyable(name: str, tensor: Tensor) -> None:
@@ -74,24 +77,6 @@ def _check_copyable(name: str, tensor: Tensor) -> None:
             f"{name} is a placeholder of size 0, since an engine has partitioned it away; gather it first, or "
             "shard the model by torch.distributed.fsdp.fully_shard"
         )
-
-
-def _find_shared(model: Module, target: torch.device | None, share: Share | None) -> dict[int, Tensor]:
-    """Return the tensors to share, by identity."""
-    if share is None:
-        return {}
-    if not callable(share):
-        raise TypeError(f"share must be a function share(name, tensor) -> bool, got {share!r}")
-    shared = {}
-    for name, tensor in tensors(model):
-        if share(name, tensor):
-            if target is not None and tensor.device != target:
-                raise ValueError(
-                    f"{name} is to be shared with the model and is on {tensor.device}, not on device={target}. "
-                    "Share it where it is, or copy it"
-                )
-            shared[id(tensor)] = tensor
-    return shared
 
 
 def _make_memo(shared: dict[int, Tensor]) -> dict[int, Any]:
@@ -123,19 +108,6 @@ def _separate_parametrizations(module: Module) -> None:
             parametrize._inject_new_class(part)
             for name in names:
                 parametrize._inject_property(part, name)
-
-
-def _move(module: Module, device: torch.device | None, shared: dict[int, Tensor]) -> Module:
-    """Move a module whose tensors were copied to a device: there may be more to it. Shared tensors look away."""
-    stores: list[Any] = [store for part in module.modules() for store in (part._parameters, part._buffers)]
-    hidden = [(store, name, tensor) for store in stores for name, tensor in store.items() if id(tensor) in shared]
-    for store, name, _ in hidden:
-        store[name] = None
-    try:
-        return module.to(device)
-    finally:
-        for store, name, tensor in hidden:
-            store[name] = tensor
 
 
 class _PlainCopies(TorchFunctionMode):

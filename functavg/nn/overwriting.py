@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.nn import Module
 
 from functavg.kernels.torch.memory import identities
-from functavg.nn.copying import Share
 from functavg.nn.pairing import is_sharded, tensors, unwrap
+from functavg.nn.resisting import find_device
+from functavg.nn.sharing import Share, check_device, hidden
 from functavg.nn.writing import write
 from functavg.trees import some
 
 
-def overwrite_(module: Module, model: Module, share: Share | None = None) -> Module:
+def overwrite_(module: Module, model: Module, device: Any = None, share: Share | None = None) -> Module:
     """Give a ready copy of a model the model's values; return it without its wrappers.
 
     Args:
         module: the copy. Tensors that require no gradient, and those that ``share`` tells, may be those of the model
             under the same name; they are left alone.
         model: the model.
+        device: where the copy goes. Default: where it is.
         share: as for ``copy_model``. Default: none.
 
     Raises:
-        TypeError, ValueError: it is no copy of the model, or shares other memory with it; nothing was written.
+        TypeError, ValueError: it is no copy of the model, or shares other memory with it, or what it shares is not on
+            the device; nothing was written.
+        RuntimeError: the device is not available.
     """
     if not isinstance(module, Module):
         raise TypeError(f"module= must be a ready copy of the model, a torch.nn.Module, got {type(module).__name__}")
@@ -39,8 +45,14 @@ def overwrite_(module: Module, model: Module, share: Share | None = None) -> Mod
             f"module= shares {some(aliased or list(mine))} with the model, whose training an average would overwrite. "
             "Pass a second model, such as copy.deepcopy(model)"
         )
+    target, own = find_device(device), {id(mine[name]) for name in shared}
+    check_device(module, target, own)
     write(module, {name: tensor for name, tensor in theirs.items() if name not in shared})
-    return _unwrap_parts(module, set(model.modules()))
+    module = _unwrap_parts(module, set(model.modules()))
+    if device is None:
+        return module
+    with hidden(module, own):
+        return module.to(target)
 
 
 def _unwrap_parts(module: Module, others: set[Module]) -> Module:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from itertools import compress
 from typing import Any
 
 from torch import Tensor
@@ -113,6 +114,7 @@ class Pairs:
         self._buffer_spans: list[_Span] = []
         self._unpaired: list[tuple[_Node, Any, Any]] = []
         self._kept: list[int] | None = None  # which parameters are not None in both; None: all
+        self._kept_buffers: list[int] | None = None
         self._averaged_buffers: list[int] = []
 
     def names(self) -> list[str]:
@@ -127,13 +129,35 @@ class Pairs:
 
     def buffer_owners(self) -> list[tuple[str, Module, Module]]:
         """Return the name of each buffer, and the two modules that hold it."""
-        return _spell(self._buffer_spans)
+        owners = _spell(self._buffer_spans)
+        return owners if self._kept_buffers is None else [owners[index] for index in self._kept_buffers]
 
     def average_buffers(self, indices: list[int]) -> None:
         """Count these buffers among the tensors that are averaged, behind the parameters."""
         self._averaged_buffers = indices
         self.averages += [self.buffers[index] for index in indices]
         self.news += [self.new_buffers[index] for index in indices]
+
+    def leave_out(self, names: Collection[str]) -> list[tuple[Any, Any, str]]:
+        """Leave out tensors by name; return where the average holds another tensor than the model.
+
+        Returns:
+            The store of the average, the store of the model and the name in it, for each of these tensors.
+        """
+        parameters, buffers = _spell(self._parameter_spans), _spell(self._buffer_spans)
+        kept = list(range(len(parameters))) if self._kept is None else self._kept
+        stay = [parameters[index][0] not in names for index in kept]
+        self._kept = list(compress(kept, stay))
+        self.averages, self.news = list(compress(self.averages, stay)), list(compress(self.news, stay))
+        stay = [name not in names for name, _, _ in buffers]
+        self._kept_buffers = list(compress(range(len(buffers)), stay))
+        self.buffers, self.new_buffers = list(compress(self.buffers, stay)), list(compress(self.new_buffers, stay))
+        stores: list[tuple[str, Any, Any]] = [
+            (name, module._parameters, other._parameters) for name, module, other in parameters
+        ]
+        stores += [(name, module._buffers, other._buffers) for name, module, other in buffers]
+        found = [(mine, theirs, name.rpartition(".")[2]) for name, mine, theirs in stores if name in names]
+        return [(mine, theirs, key) for mine, theirs, key in found if mine.get(key) is not theirs.get(key)]
 
     def drop_none(self) -> None:
         """Leave out parameters that are None in both.
@@ -266,9 +290,14 @@ def is_averageable(name: str, module: Module, buffer: Tensor) -> bool:
     """
     if not (buffer.is_floating_point() or buffer.is_complex()):
         return False
+    return not is_spectral_vector(name, module)
+
+
+def is_spectral_vector(name: str, module: Module) -> bool:
+    """Tell whether a buffer is a vector of a spectral norm, which a forward in training mode writes to."""
     if _is_instance(module, _SPECTRAL_NORM):
-        return name not in ("_u", "_v")
-    return not any(
+        return name in ("_u", "_v")
+    return any(
         _is_instance(hook, _SPECTRAL_NORM_HOOK) and name in (f"{hook.name}_u", f"{hook.name}_v")  # type: ignore[attr-defined]
         for hook in module._forward_pre_hooks.values()
     )
