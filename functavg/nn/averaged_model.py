@@ -18,13 +18,13 @@ from functavg.combinators import Every, SkipNonFinite
 from functavg.nn import buffers, pairing
 from functavg.nn.attaching import Attachment, attach
 from functavg.nn.copying import copy_model
-from functavg.nn.derived import drop_derived_values
 from functavg.nn.functions import rule_of, sort_ways
 from functavg.nn.held_state import HeldState
+from functavg.nn.modes import unmerged
 from functavg.nn.overwriting import overwrite_
 from functavg.nn.saving import SavedAverage
 from functavg.nn.sharing import Share, find_parameters, hidden, name_shared, warn_of_move
-from functavg.nn.writing import exchange, write
+from functavg.nn.writing import drop_derived_values, exchange, write
 from functavg.plan import Lerp, check_plan
 from functavg.rules.base import AveragingRule, WeightRule, plan_update
 from functavg.rules.functions import AvgFn
@@ -146,6 +146,17 @@ class AveragedModel(SavedAverage):
         """
         pairing.check_module(model, "update_parameters(model)")
         pairs, copies, strays = self._pair(model)
+        if pairs.may_be_merged:
+            with unmerged(self.module, model):
+                pairs, copies, strays = self._pair(model)
+                if self._held.read_count(self.n_averaged) == 0:  # weights that were merged are not lost
+                    self._held.mark_start(pairs.averages)
+                self._update(pairs, copies, strays, steps)
+        else:
+            self._update(pairs, copies, strays, steps)
+
+    def _update(self, pairs: pairing.Pairs, copies: buffers.Copies, strays: list[Any], steps: Count) -> None:
+        """Average in what was paired."""
         rule, held = self.rule, self._held
         masters = held.masters.get(pairs.averages)
         as_tree = _as_list if _is_blind_to_names(rule) else _as_dict
@@ -217,10 +228,11 @@ class AveragedModel(SavedAverage):
         """
         pairing.check_module(model, "copy_to(model)")
         if self._has_average("copy_to"):
-            values, theirs = dict(pairing.tensors(self.module)), dict(pairing.tensors(model))
-            shared = {name: values.pop(name) for name in self._shared if name in values}
-            others = {name: tensor for name, tensor in shared.items() if theirs.get(name) is not tensor}
-            write(model, self._held.masters.get_named(values) | others)
+            with unmerged(self.module, model):
+                values, theirs = dict(pairing.tensors(self.module)), dict(pairing.tensors(model))
+                shared = {name: values.pop(name) for name in self._shared if name in values}
+                others = {name: tensor for name, tensor in shared.items() if theirs.get(name) is not tensor}
+                write(model, self._held.masters.get_named(values) | others)
 
     def swapped(self, model: M, *, backup_device: int | str | torch.device | None = None) -> AbstractContextManager[M]:
         """Compute with the average inside a ``with`` block, as ``functavg.swapped(model, averaged)`` does.
@@ -232,18 +244,16 @@ class AveragedModel(SavedAverage):
         Returns:
             A context manager that yields the model.
         """
-        return exchange(model, self._swap_values(), backup_device)
-
-    def _swap_values(self) -> dict[str, Tensor]:
-        """Return what a swap writes into a model: the averages by name, not copies; nothing at count 0."""
-        return self._values() if self._has_average("swapped") else {}
+        read = self._values if self._has_average("swapped") else dict
+        return exchange(model, read, backup_device, [self.module])
 
     def _has_average(self, name: str) -> bool:
         """Tell whether anything was averaged; warn of weights that stand in its place."""
         if self._held.read_count(self.n_averaged) > 0:
             return True
-        if self._held.were_written(list(self._averaged().values())):
-            warnings.warn(f"{name} leaves the model as it is: {_LOST}", stacklevel=4)
+        pairs, _, _ = self._pair(self.module)
+        if not pairs.may_be_merged and self._held.were_written(pairs.averages):
+            warnings.warn(f"{name} leaves the model as it is: {_LOST}", stacklevel=3)
         return False
 
     def _warn_of_lost_weights(self, step: Any, averages: list[Tensor]) -> None:

@@ -14,10 +14,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from functavg.nn import ranks
 from functavg.nn.batches import run_model
-from functavg.nn.derived import drop_derived_values
 from functavg.nn.estimating import combine_, estimate_statistics
 from functavg.nn.norms import check_unscripted, find_norms, watch_statistics
 from functavg.nn.pairing import check_module, unwrap
+from functavg.nn.writing import drop_derived_values
 from functavg.trees import some
 
 

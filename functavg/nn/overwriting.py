@@ -7,6 +7,7 @@ from typing import Any
 from torch.nn import Module
 
 from functavg.kernels.torch.memory import identities
+from functavg.nn.modes import unmerged
 from functavg.nn.pairing import is_sharded, tensors, unwrap
 from functavg.nn.resisting import find_device
 from functavg.nn.sharing import Share, check_device, hidden
@@ -47,7 +48,8 @@ def overwrite_(module: Module, model: Module, device: Any = None, share: Share |
         )
     target, own = find_device(device), {id(mine[name]) for name in shared}
     check_device(module, target, own)
-    write(module, {name: tensor for name, tensor in theirs.items() if name not in shared})
+    with unmerged(module, model):
+        write(module, {name: tensor for name, tensor in tensors(model) if name not in shared})
     module = _unwrap_parts(module, set(model.modules()))
     if device is None:
         return module

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from functavg.nn.modes import overrides_train
 from functavg.trees import some
 
 # Wrappers by module and class, so that nothing is imported to recognise them, with the attribute that holds the model.
@@ -65,7 +66,7 @@ def _wrapped_attribute(kind: type) -> str | None:
 
 @functools.lru_cache(1024)
 def _is_special(kind: type) -> bool:
-    """Tell whether modules of this class have to be unwrapped or resharded before their parameters are read."""
+    """Tell whether modules of this class have to be unwrapped or resharded before their tensors are read."""
     return _is_subclass(kind, _FSDP2) or _wrapped_attribute(kind) is not None
 
 
@@ -103,6 +104,7 @@ class Pairs:
         news: those of the model, in the same order.
         buffers: the buffers of the average that the model has by name, None where one is None, ``ABSENT`` for others.
         new_buffers: those of the model, in the same order.
+        may_be_merged: whether modules are in eval mode that may have merged weights then (see ``modes.unmerged``).
     """
 
     def __init__(self) -> None:
@@ -110,6 +112,7 @@ class Pairs:
         self.news: list[Any] = []
         self.buffers: list[Any] = []
         self.new_buffers: list[Any] = []
+        self.may_be_merged = False
         self._parameter_spans: list[_Span] = []
         self._buffer_spans: list[_Span] = []
         self._unpaired: list[tuple[_Node, Any, Any]] = []
@@ -215,7 +218,9 @@ def pair(average: Module, model: Module) -> Pairs:
         if type(module) not in ordinary or type(other) not in ordinary:
             module, other = _open(module), _open(other)
             kinds: set[Any] = {type(module), type(other)}
-            ordinary |= {kind for kind in kinds if not _is_special(kind)}
+            may_merge = list(filter(overrides_train, (module, other)))
+            pairs.may_be_merged |= not all(it.training for it in may_merge)
+            ordinary |= {kind for kind in kinds if not _is_special(kind)} - set(map(type, may_merge))
         pair = (id(module), id(other))
         if pair in seen:
             continue

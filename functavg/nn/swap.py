@@ -59,15 +59,15 @@ def swapped(
         >>> model.weight.item()
         2.0
     """
-    return exchange(model, _values(average), backup_device)
+    if isinstance(average, Module):
+        average = pairing.unwrap(average)
+    if isinstance(average, AveragedModel):
+        return average.swapped(model, backup_device=backup_device)
+    return exchange(model, lambda: _values(average), backup_device, [average] if isinstance(average, Module) else [])
 
 
 def _values(average: Any) -> Mapping[str, Tensor]:
     """Return the values of an average by name."""
-    if isinstance(average, Module):
-        average = pairing.unwrap(average)
-    if isinstance(average, AveragedModel):
-        return average._swap_values()
     if isinstance(average, TorchAveragedModel):
         everything = pairing.tensors(average.module) if average.n_averaged > 0 else ()
         return {name: tensor for name, tensor in everything if average.use_buffers or isinstance(tensor, Parameter)}
