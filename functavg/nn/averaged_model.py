@@ -17,11 +17,10 @@ from functavg import trees
 from functavg.combinators import Every, SkipNonFinite
 from functavg.nn import buffers, pairing
 from functavg.nn.attaching import Attachment, attach
-from functavg.nn.copying import copy_model
+from functavg.nn.copying import copy_model, overwrite_
 from functavg.nn.functions import rule_of, sort_ways
 from functavg.nn.held_state import HeldState
 from functavg.nn.modes import unmerged
-from functavg.nn.overwriting import overwrite_
 from functavg.nn.saving import SavedAverage
 from functavg.nn.sharing import Share, find_parameters, hidden, name_shared, warn_of_move
 from functavg.nn.writing import drop_derived_values, exchange, write

@@ -14,8 +14,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from functavg import EMA, AveragedModel
-from functavg.nn.copying import copy_model
-from functavg.nn.overwriting import overwrite_
+from functavg.nn.copying import copy_model, overwrite_
 from tests.nn.helpers import (
     Net,
     all_values,
