@@ -322,6 +322,7 @@ class AveragedModel(SavedAverage):
         super().to_empty(device=device, recurse=recurse)
         self._held = HeldState(self._held.masters.dtype)
         self._held.init_(self.rule, self._averaged())
+        self._held.mark_start(())  # whatever is written there now is better than nothing
         self.n_averaged = self._held.write_count(self.n_averaged, 0)
         return self
 

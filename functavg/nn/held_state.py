@@ -140,11 +140,11 @@ class HeldState:
         self._start = [(tensor, _get_version(tensor)) for tensor in tensors]
 
     def were_written(self, tensors: list[Tensor]) -> bool:
-        """Tell whether somebody wrote to the tensors, or assigned others, since ``mark_start``."""
+        """Tell whether somebody wrote to the tensors, or put others in their places, since ``mark_start``."""
         if len(tensors) != len(self._start):
             return False
         return any(
-            type(tensor) is type(start) and (tensor is not start or _get_version(tensor) != version)
+            _get_version(tensor) != version if tensor is start else not _are_equal(tensor, start)
             for tensor, (start, version) in zip(tensors, self._start, strict=True)
         )
 
@@ -177,3 +177,10 @@ def _put(averages: Any, keys: tuple[str, ...], values: Any) -> Any:
 
 def _get_version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _are_equal(tensor: Tensor, start: Tensor) -> bool:
+    """Tell whether a tensor is a moved or converted one; one that was sharded since is taken for it."""
+    if type(tensor) is not type(start) or tensor.is_meta or start.is_meta:
+        return True
+    return tensor.shape == start.shape and torch.equal(tensor.detach(), start.detach().to(tensor))
