@@ -259,7 +259,7 @@ class AveragedModel(SavedAverage):
         """Warn where the first update replaces weights that somebody put into the module."""
         copies = [leaf for leaf in trees.flatten(step)[0] if isinstance(leaf, Lerp)]
         if any(is_host(copy.weight) and copy.weight == 1 for copy in copies) and self._held.were_written(averages):
-            warnings.warn(f"this update replaces the weights of averaged.module: {_LOST}", stacklevel=3)
+            warnings.warn(f"this update replaces the weights of averaged.module: {_LOST}", stacklevel=4)
 
     def _values(self) -> dict[str, Tensor]:
         """Return the values of the average by name, of the first where there are several; they are not copies."""

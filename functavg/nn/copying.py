@@ -53,7 +53,7 @@ def copy_model(model: Module, device: Any = None, share: Share | None = None) ->
     for name, tensor in tensors(model):
         if id(tensor) not in shared:
             _check_copyable(name, tensor)
-    with torch.inference_mode(False), torch.no_grad(), _PlainCopies(target):
+    with torch.inference_mode(False), torch.no_grad(), _PlainCopies(target) as copies:
         try:
             memo = _make_memo(shared)
             _copy_wrapped(model, memo)
@@ -61,6 +61,7 @@ def copy_model(model: Module, device: Any = None, share: Share | None = None) ->
         except Exception as error:
             if is_out_of_memory(error):
                 raise
+            copies.forget()
             where = find_resisting(model, shared) or f"the model ({type(model).__name__}): {error}"
             raise TypeError(
                 f"cannot copy {where}. Give it a __deepcopy__, remove what resists, or pass a ready copy of the model "
@@ -198,12 +199,27 @@ class _PlainCopies(TorchFunctionMode):
                 plain = self._cloned(tensor.detach())
                 memo[id(tensor)] = plain.requires_grad_(tensor.is_leaf and tensor.requires_grad)
                 return memo[id(tensor)]
+            try:
+                return func(*args, **(kwargs or {}))
+            except RuntimeError as error:  # of a subclass that has no copying of its own; a clone may do
+                if is_out_of_memory(error):
+                    raise
+                plain = self._cloned(tensor.detach())
+                if type(plain) is not type(tensor):
+                    raise
+                vars(plain).update(copy.deepcopy(vars(tensor), memo))
+                memo[id(tensor)] = plain.requires_grad_(tensor.requires_grad)
+                return plain
         if func is Tensor.clone:  # as the copy of a Parameter does
             return self._cloned(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _cloned(self, tensor: Tensor, **options: Any) -> Tensor:
         return tensor.clone(**options) if self._device is None else tensor.to(self._device, copy=True, **options)
+
+    def forget(self) -> None:
+        """Forget what was copied before."""
+        self._memories.clear()
 
     def _is_view(self, tensor: Tensor) -> bool:
         """Tell whether another tensor over the same memory was copied before."""
