@@ -234,6 +234,7 @@ def test_a_default_device_of_meta_changes_nothing_for_a_model_with_values(way, d
 
     def average(place):
         model = Net().to(dtype)
+        randomise(model, 9)
         data = [torch.linspace(-1, 1, 12).reshape(4, 3).to(dtype)]
         with place:
             averaged = AveragedModel(model, use_buffers=True, **EVERY_WAY[way])
