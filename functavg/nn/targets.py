@@ -11,7 +11,8 @@ from torch.nn import Module, ModuleList
 from functavg.checks import check_fraction
 from functavg.nn import pairing
 from functavg.nn.buffers import Copies, check_copies, split_buffers
-from functavg.nn.derived import drop_derived_values
+from functavg.nn.modes import unmerged
+from functavg.nn.writing import drop_derived_values
 from functavg.plan import Lerp, check_plan
 from functavg.state import Weight
 from functavg.trees import NamedList
@@ -62,9 +63,23 @@ def soft_update(target: Modules, model: Modules, tau: Weight, *, buffers: str = 
     if buffers not in _BUFFERS:
         raise ValueError(f"buffers must be one of {', '.join(map(repr, _BUFFERS))}, got {buffers!r}")
     target, model = _join(target, model)
+    pairs = _pair(target, model)
+    if not pairs.may_be_merged:
+        _step_(target, pairs, weight, buffers)
+        return
+    with unmerged(target, model):
+        _step_(target, _pair(target, model), weight, buffers)
+
+
+def _pair(target: Module, model: Module) -> pairing.Pairs:
     pairs = pairing.pair(target, model, called="target", advice="Make the target as a copy.deepcopy of the model")
     if pairs.averages and all(map(operator.is_, pairs.averages, pairs.news)):
         raise ValueError("the target is the model, or holds its parameters; make it a copy.deepcopy of the model")
+    return pairs
+
+
+def _step_(target: Module, pairs: pairing.Pairs, weight: Weight, buffers: str) -> None:
+    """Move what was paired, all of it or nothing."""
     copies = Copies() if buffers == "keep" else split_buffers(pairs, buffers == "average")
     averages, news = NamedList(pairs.averages, pairs.names), NamedList(pairs.news, pairs.names)
     commit = check_plan(Lerp(averages, news, weight), inplace=True)

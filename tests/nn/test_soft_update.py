@@ -28,6 +28,7 @@ from tests.nn.helpers import (
     tensors,
     unchanged,
 )
+from tests.nn.test_merged_layers import WithFlag
 
 TAU = 0.3
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
@@ -341,6 +342,22 @@ def test_a_frozen_part_that_both_hold_stays_as_it_is():
     soft_update(target, model, 0.25)
     assert bits(trunk.weight) == before
     assert target[1].weight.item() == 0.25
+
+
+@pytest.mark.parametrize("evaluated", ["target", "model", "both", "neither"])
+def test_layers_that_merge_weights_in_eval_mode_move_apart(evaluated):
+    """As LoRA layers do: what is merged is no weight that is trained. Modes stay as they are."""
+    model, target = nn.Sequential(WithFlag(), scalar(1.0)), nn.Sequential(WithFlag(), scalar(0.0))
+    nn.init.constant_(model[0].a, 3.0)
+    model.train(evaluated not in ("model", "both"))
+    target.train(evaluated not in ("target", "both"))
+    modes = [part.training for part in target.modules()]
+    soft_update(target, model, 0.5)
+    assert [part.training for part in target.modules()] == modes
+    target.train()
+    assert target[0].a.tolist() == [[2.0, 2.0]]
+    assert target[0].weight.tolist() == [[4.0, 4.0], [4.0, 4.0]]
+    assert target[1].weight.item() == 0.5
 
 
 # ---- lists
