@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch
 from torch.nn import Module, ModuleList
@@ -19,10 +20,10 @@ from functavg.trees import NamedList
 
 Modules = Module | Sequence[Module]
 
-_BUFFERS = ("copy", "average", "keep")
+Buffers = Literal["copy", "average", "keep"]
 
 
-def soft_update(target: Modules, model: Modules, tau: Weight, *, buffers: str = "copy") -> None:
+def soft_update(target: Modules, model: Modules, tau: Weight, *, buffers: Buffers = "copy") -> None:
     """Move a target network one step towards a model, in place: ``target + tau (model - target)``.
 
     Parameters are paired by name, whatever wraps either module, and tied ones move once. Nothing is remembered from one
@@ -60,8 +61,8 @@ def soft_update(target: Modules, model: Modules, tau: Weight, *, buffers: str = 
     Source: Lillicrap et al., Continuous control with deep reinforcement learning (DDPG), 2015.
     """
     weight = check_fraction(tau, "tau")
-    if buffers not in _BUFFERS:
-        raise ValueError(f"buffers must be one of {', '.join(map(repr, _BUFFERS))}, got {buffers!r}")
+    if buffers not in get_args(Buffers):
+        raise ValueError(f"buffers must be one of {', '.join(map(repr, get_args(Buffers)))}, got {buffers!r}")
     target, model = _join(target, model)
     pairs = _pair(target, model)
     if not pairs.may_be_merged:
@@ -78,7 +79,7 @@ def _pair(target: Module, model: Module) -> pairing.Pairs:
     return pairs
 
 
-def _step_(target: Module, pairs: pairing.Pairs, weight: Weight, buffers: str) -> None:
+def _step_(target: Module, pairs: pairing.Pairs, weight: Weight, buffers: Buffers) -> None:
     """Move what was paired, all of it or nothing."""
     copies = Copies() if buffers == "keep" else split_buffers(pairs, buffers == "average")
     averages, news = NamedList(pairs.averages, pairs.names), NamedList(pairs.news, pairs.names)
