@@ -17,7 +17,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 # The tests run in one process for each core; threads of their own would only be in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-collect_ignore = ["docs/conf.py"]
+collect_ignore_glob = ["docs/*.py"]  # those of the build, in folders too
 
 
 def _enter_empty_folder(namespace: dict[str, Any]) -> None:

@@ -107,7 +107,7 @@ class AveragedModel(SavedAverage):
 
     @property
     def rule(self) -> AveragingRule:
-        """The rule that updates follow: that of ``multi_avg_fn`` or ``avg_fn``, else the one given, else ``SWA()``."""
+        """The rule that updates follow, that of ``multi_avg_fn`` or ``avg_fn``, else the one given, else ``SWA()``."""
         fn = self.avg_fn if self.multi_avg_fn is None else self.multi_avg_fn
         own = self._rule if fn is None else getattr(fn, "rule", None)
         if isinstance(own, AveragingRule):
@@ -118,7 +118,7 @@ class AveragedModel(SavedAverage):
 
     @property
     def state(self) -> AverageState[Any]:
-        """The state behind the module: the count, the averages by name (not copies) and the memory of the rule."""
+        """The state behind the module, with the count, the averages by name (not copies) and the memory of the rule."""
         return self._beside.state(self._count.read(self.n_averaged), self._values())
 
     def extra_repr(self) -> str:

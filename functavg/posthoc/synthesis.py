@@ -62,7 +62,7 @@ def solve(snapshots: Iterable[Any], target: Any) -> Synthesis:
         target: what to make of them. Best at the time of a snapshot: what came after the last one is in none.
 
     Returns:
-        The Synthesis: coefficients, in float64 as the problem is badly conditioned, and the residual to expect.
+        The Synthesis, with coefficients in float64 as the problem is badly conditioned, and the residual to expect.
 
     Raises:
         TypeError: something is neither a pair nor a Profile, or has several averages.
