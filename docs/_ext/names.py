@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 from docutils import nodes
 from sphinx import addnodes
@@ -14,7 +14,10 @@ from sphinx.environment import BuildEnvironment
 NAME = re.compile(r"(?:functavg\.)?([A-Za-z_][\w.]*)(?:\(.*\))?")
 
 METHODS = {name: f"AveragedModel.{name}" for name in ("attach", "copy_to", "update_parameters")}
-"""Methods that texts call by their names alone."""
+"""Methods that texts call by their names alone; others go with the name of their class, or of a variable."""
+
+VARIABLES = {"averaged": "AveragedModel", "profile": "Profile", "rule": "AveragingRule"}
+"""Variables that hold, in every text, an instance of one class."""
 
 PUBLIC = {  # where a class is made -> where its library documents it
     "torch.nn.modules.module.Module": "torch.nn.Module",
@@ -29,13 +32,23 @@ def linked_names() -> dict[str, str]:
     found = dict(METHODS)
     for name in package.__all__:
         found[name] = name
-        module = getattr(package, name)
-        if isinstance(module, ModuleType) and name != "swa_utils":
-            for member in public_names(module):
+        value = getattr(package, name)
+        if isinstance(value, type):
+            found |= {f"{name}.{method}": f"{name}.{method}" for method in own_methods(value)}
+        elif isinstance(value, ModuleType) and name != "swa_utils":
+            for member in public_names(value):
                 found[f"{name}.{member}"] = f"{name}.{member}"
                 if member[0].isupper():
                     found.setdefault(member, f"{name}.{member}")
+    for variable, name in VARIABLES.items():
+        found |= {f"{variable}.{method}": f"{name}.{method}" for method in own_methods(getattr(package, name))}
     return {short: f"functavg.{full}" for short, full in found.items()}
+
+
+def own_methods(cls: type) -> list[str]:
+    """Return the names of methods that the class documents itself."""
+    own = ((name, value) for name, value in vars(cls).items() if not name.startswith("_"))
+    return [name for name, value in own if isinstance(value, FunctionType | classmethod) and value.__doc__]
 
 
 def public_names(module: ModuleType) -> list[str]:

@@ -6,6 +6,7 @@ document.addEventListener("DOMContentLoaded", () => {
     table.classList.add("stacked");
     for (const row of table.querySelectorAll("tbody tr")) {
       [...row.children].forEach((cell, index) => {
+        if (!cell.textContent.trim()) cell.classList.add("empty");
         if (labels[index]) cell.dataset.label = labels[index];
       });
     }
