@@ -1,4 +1,7 @@
-"""Write a page for each script in ``examples/``: what its docstring says, and its source."""
+"""Write a page for each script in ``examples/``: what its docstring says, and its source.
+
+``<!-- EXAMPLES -->`` in ``examples/index.md`` stands for a table of them.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,13 @@ PAGE = """# {name}
 """
 
 
+def scripts(app: Sphinx) -> list[Path]:
+    return sorted((Path(app.srcdir).parent / "examples").rglob("*.py"))
+
+
 def write_pages(app: Sphinx) -> None:
     pages = Path(app.srcdir, "examples")
-    root = pages.parent.parent
-    for script in sorted((root / "examples").rglob("*.py")):
+    for script in scripts(app):
         module = ast.parse(script.read_text("utf-8"))
         first = script.read_text("utf-8").splitlines()[module.body[1].lineno - 1]
         source = os.path.relpath(script, pages)
@@ -42,6 +48,17 @@ def as_markdown(docstring: str) -> str:
     return "\n\n".join(paragraphs)
 
 
+def list_pages(app: Sphinx, page: str, source: list[str]) -> None:
+    if page == "examples/index":
+        rows = ["| example | what it does |", "|---|---|"]
+        for script in scripts(app):
+            app.env.note_dependency(str(script))
+            first = ast.get_docstring(ast.parse(script.read_text("utf-8"))).partition("\n\n")[0].replace("\n", " ")
+            rows.append(f"| [{script.stem}]({script.stem}.md) | {first} |")
+        source[0] = source[0].replace("<!-- EXAMPLES -->", "\n".join(rows))
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", write_pages)
+    app.connect("source-read", list_pages)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,14 +1,19 @@
-// Label the cells of tables with three columns or more, which a phone shows one below the other.
+// Label the cells of tables with much text, whose rows a phone shows as blocks.
+const WIDEST = 60; // characters in the longest cells of all columns together
+
 document.addEventListener("DOMContentLoaded", () => {
   for (const table of document.querySelectorAll("article table.docutils")) {
+    const rows = [...table.querySelectorAll("tbody tr")].map((row) => [...row.children]);
     const labels = [...table.querySelectorAll("thead th")].map((cell) => cell.textContent.trim());
-    if (labels.length < 3) continue;
+    const longest = labels.map((_, index) => Math.max(...rows.map((row) => row[index]?.textContent.length ?? 0)));
+    if (labels.length < 3 || longest.reduce((sum, length) => sum + length, 0) < WIDEST) continue;
     table.classList.add("stacked");
-    for (const row of table.querySelectorAll("tbody tr")) {
-      [...row.children].forEach((cell, index) => {
-        if (!cell.textContent.trim()) cell.classList.add("empty");
-        if (labels[index]) cell.dataset.label = labels[index];
-      });
+    for (const [index, label] of labels.entries()) {
+      for (const row of rows) {
+        if (!row[index]) continue;
+        if (!row[index].textContent.trim()) row[index].classList.add("empty");
+        if (label) row[index].dataset.label = label;
+      }
     }
   }
 });
