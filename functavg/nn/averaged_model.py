@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,11 +17,9 @@ from functavg import trees
 from functavg.combinators import Every, SkipNonFinite
 from functavg.nn import buffers, pairing
 from functavg.nn.attaching import Attachment, attach
-from functavg.nn.beside import Beside
 from functavg.nn.copying import copy_model
-from functavg.nn.counting import HostCount
 from functavg.nn.derived import drop_derived_values
-from functavg.nn.master_copies import MasterCopies
+from functavg.nn.held_state import HeldState
 from functavg.nn.overwriting import overwrite_
 from functavg.nn.saving import SavedAverage
 from functavg.nn.writing import exchange, write
@@ -28,9 +27,15 @@ from functavg.plan import Lerp, check_plan
 from functavg.rules.base import AveragingRule, WeightRule, plan_update
 from functavg.rules.functions import AvgFn
 from functavg.rules.swa import SWA
+from functavg.scalars import is_host
 from functavg.state import AverageState, Count
 
 M = TypeVar("M", bound=Module)
+
+_LOST = (
+    "weights were written there while it has averaged nothing (n_averaged is 0). To go on from them, load them as an "
+    "average: averaged.load_state_dict({'module.' + name: value for name, value in weights.items()}, strict=False)"
+)
 
 
 class AveragedModel(SavedAverage):
@@ -94,15 +99,14 @@ class AveragedModel(SavedAverage):
         self.multi_avg_fn = multi_avg_fn
         self.use_buffers = use_buffers
         self._rule = rule
-        self._masters = MasterCopies(dtype)
-        self._count = HostCount()
+        self._held = HeldState(dtype)
         with torch.inference_mode(False), torch.no_grad():
             self.module = copy_model(model, device) if module is None else overwrite_(module, model)
             if module is not None and device is not None:
                 self.module = self.module.to(device)
-            self._masters.narrow(self._averaged().values())
+            self._held.masters.narrow(self._averaged().values())
             self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.int64, device=device))
-        self._beside = Beside(self.rule, self._masters.get_named(self._averaged()))
+        self._held.init_(self.rule, self._averaged())
         self._hook_saving()
 
     @property
@@ -119,7 +123,7 @@ class AveragedModel(SavedAverage):
     @property
     def state(self) -> AverageState[Any]:
         """The state behind the module, with the count, the averages by name (not copies) and the memory of the rule."""
-        return self._beside.state(self._count.read(self.n_averaged), self._values())
+        return self._held.state(self._held.read_count(self.n_averaged), self._values())
 
     def extra_repr(self) -> str:
         """Show the rule."""
@@ -139,12 +143,14 @@ class AveragedModel(SavedAverage):
         """
         pairs = pairing.pair(self.module, model)
         copies = buffers.split_buffers(pairs, self.use_buffers)
-        rule = self.rule
-        masters = self._masters.get(pairs.averages)
+        rule, held = self.rule, self._held
+        masters = held.masters.get(pairs.averages)
         as_tree = _as_list if _is_blind_to_names(rule) else _as_dict
         averages = as_tree(masters, pairs)
-        before = self._beside.state(self._count.read(self.n_averaged), averages)
+        before = held.state(held.read_count(self.n_averaged), averages)
         plan = plan_update(rule, as_tree(pairs.news, pairs), before, steps)
+        if before.count == 0:
+            self._warn_of_lost_weights(plan.average, pairs.averages)
         step = plan.average
         rounds = masters is not pairs.averages and isinstance(step, Lerp) and step.old is averages
         if rounds:
@@ -153,12 +159,14 @@ class AveragedModel(SavedAverage):
         commit_buffers = buffers.check_copies(copies, self._device)
         after = commit()
         commit_buffers()
-        self._beside.keep(after)
+        held.keep(after)
         self._set_count(after.count)
         if rounds or step is averages:
-            self._masters.keep(pairs.averages, masters)
+            held.masters.keep(pairs.averages, masters)
         elif masters is not pairs.averages:
-            self._masters.write_(pairs.averages, masters)
+            held.masters.write_(pairs.averages, masters)
+        if before.count == 0:
+            held.mark_start(() if after.count else pairs.averages)
         drop_derived_values()
 
     def attach(self, optimizer: Optimizer | Iterable[Optimizer], model: Module) -> Attachment:
@@ -202,8 +210,8 @@ class AveragedModel(SavedAverage):
         Raises:
             TypeError, ValueError: the model does not have these tensors; nothing was written.
         """
-        if self._count.read(self.n_averaged) > 0:
-            write(model, self._masters.get_named(dict(pairing.tensors(self.module))))
+        if self._has_average("copy_to"):
+            write(model, self._held.masters.get_named(dict(pairing.tensors(self.module))))
 
     def swapped(self, model: M, *, backup_device: int | str | torch.device | None = None) -> AbstractContextManager[M]:
         """Compute with the average inside a ``with`` block, as ``functavg.swapped(model, averaged)`` does.
@@ -219,11 +227,25 @@ class AveragedModel(SavedAverage):
 
     def _swap_values(self) -> dict[str, Tensor]:
         """Return what a swap writes into a model: the averages by name, not copies; nothing at count 0."""
-        return self._values() if self._count.read(self.n_averaged) > 0 else {}
+        return self._values() if self._has_average("swapped") else {}
+
+    def _has_average(self, name: str) -> bool:
+        """Tell whether anything was averaged; warn of weights that stand in its place."""
+        if self._held.read_count(self.n_averaged) > 0:
+            return True
+        if self._held.were_written(list(self._averaged().values())):
+            warnings.warn(f"{name} leaves the model as it is: {_LOST}", stacklevel=4)
+        return False
+
+    def _warn_of_lost_weights(self, step: Any, averages: list[Tensor]) -> None:
+        """Warn where the first update replaces weights that somebody put into the module."""
+        copies = [leaf for leaf in trees.flatten(step)[0] if isinstance(leaf, Lerp)]
+        if any(is_host(copy.weight) and copy.weight == 1 for copy in copies) and self._held.were_written(averages):
+            warnings.warn(f"this update replaces the weights of averaged.module: {_LOST}", stacklevel=3)
 
     def _values(self) -> dict[str, Tensor]:
         """Return the values of the average by name, of the first where there are several; they are not copies."""
-        values = self._masters.get_named(self._averaged())
+        values = self._held.masters.get_named(self._averaged())
         distinct = {id(value): value.detach() for value in values.values()}  # what is tied stays tied
         return {name: distinct[id(value)] for name, value in values.items()}
 
@@ -234,7 +256,7 @@ class AveragedModel(SavedAverage):
         return _as_dict(pairs.averages, pairs)
 
     def _set_count(self, count: Count) -> None:
-        buffer = self._count.write(self.n_averaged, count)
+        buffer = self._held.write_count(self.n_averaged, count)
         if buffer is not self.n_averaged:
             self.n_averaged = buffer
 
@@ -250,25 +272,30 @@ class AveragedModel(SavedAverage):
 
         What becomes low precision keeps its value beside it, what becomes wide takes that value back.
         """
-        tensors = self._averaged()
+        held, tensors = self._held, self._averaged()
         before = {
-            name: (tensors[name].dtype, value.detach()) for name, value in self._masters.get_named(tensors).items()
+            name: (tensors[name].dtype, value.detach()) for name, value in held.masters.get_named(tensors).items()
         }
-        count = self._count.read(self.n_averaged)
+        count = held.read_count(self.n_averaged)
+        was_written = held.were_written(list(tensors.values()))
         with torch.inference_mode(False), torch.no_grad():
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-            self._masters.move(self._averaged(), before, fn)
-            self._beside.map_tensors(fn)
+            tensors = self._averaged()
+            held.masters.move(tensors, before, fn)
+            held.map_tensors(fn)
+        if not was_written:
+            held.mark_start(() if count else tensors.values())
         # Whatever fn does to values, the count stays what it was.
-        self.n_averaged = self._count.write(self.n_averaged.to(torch.int64), count)
+        self.n_averaged = held.write_count(self.n_averaged.to(torch.int64), count)
         return self
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> AveragedModel:
         """Move without copying values; nothing is averaged then, and the count is 0."""
         super().to_empty(device=device, recurse=recurse)
-        self._masters.clear()
-        self._beside = Beside(self.rule, self._masters.get_named(self._averaged()))
-        self.n_averaged = self._count.write(self.n_averaged, 0)
+        self._held = HeldState(self._held.masters.dtype)
+        self._held.init_(self.rule, self._averaged())
+        self._held.mark_start(())  # whatever is written there now is better than nothing
+        self.n_averaged = self._held.write_count(self.n_averaged, 0)
         return self
 
 

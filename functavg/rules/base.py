@@ -9,6 +9,7 @@ from functavg.checks import check_count, check_state
 from functavg.counts import write_counts_
 from functavg.plan import Lerp, copy_leaves, run
 from functavg.rules.growth import grow_state
+from functavg.rules.saved import Saved
 from functavg.scalars import is_host, lift
 from functavg.state import AverageState, Count, PyTree, T, Weight
 
@@ -111,6 +112,33 @@ class AveragingRule(ABC):
         """
         _check_order(params, state, "extend(params, state)")
         return grow_state(state, self.init(params))
+
+    def resume(self, average: T, count: Count, saved: Saved | None = None, /) -> AverageState[Any]:
+        """Return the state that goes on from an average that another rule or another library has made.
+
+        Args:
+            average: the average, a tree as ``init`` takes one; it is copied.
+            count: how many steps were averaged. Clocks that the memory of the rule has are set to it.
+            saved: what is known of the memory, and of further averages. Default: nothing; they start from ``average``.
+
+        Returns:
+            The state.
+
+        Example:
+            >>> import functavg, numpy as np
+            >>> rule = functavg.LAWA(2)
+            >>> state = rule.resume({"w": np.ones(1)}, 10)
+            >>> rule.update({"w": np.zeros(1)}, state).average
+            {'w': array([0.5])}
+        """
+        state = self.init(average)
+        mine = None if saved is None else saved.written_by(self)
+        memory = state.memory if mine is None else mine.take(state.memory, mine.memory)
+        return state._replace(count=count, memory=memory)
+
+    def _name_memories(self, place: str = "memory") -> dict[str, AveragingRule]:
+        """Return the rules that keep a memory, this one and those inside it, by the names that their memories have."""
+        return {place: self}
 
 
 class WeightRule(AveragingRule):

@@ -95,7 +95,8 @@ def test_the_first_update_copies_whatever_the_average_was():
     averaged = AveragedModel(model, rule=EMA(0.999))
     fill(averaged.module, float("nan"))
     fill(model, 3.0)
-    averaged.update_parameters(model)
+    with pytest.warns(UserWarning, match="this update replaces the weights"):
+        averaged.update_parameters(model)
     assert all(bool((parameter == 3.0).all()) for parameter in averaged.module.parameters())
 
 
