@@ -63,6 +63,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"typing\.Any"),
     ("py:.*", r"(functavg\.[\w.]+\.)?[A-Z]"),  # type variables
     ("py:.*", r"(functavg\.state\.)?(Count|PyTree|Progress|Weight)"),  # names for what a type cannot say
+    ("py:.*", r"functavg\.rules\.saved\.Saved"),  # passed between functavg's own functions
     ("py:.*", r"(accelerate|equinox|flax|jax|lightning|optax|orbax|peft|pytorch_lightning|transformers)\..*"),
 ]
 
