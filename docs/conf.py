@@ -50,6 +50,7 @@ copybutton_exclude = ".linenos, .gp, .go"  # prompts and output are not copied
 copybutton_selector = "div:not(.output) > div.highlight > pre"
 
 # Names of other libraries are links by inventories in the plain format, which hold what this documentation refers to.
+# "reference target not found" for another name: add its line there.
 intersphinx_mapping = {
     name: (address, str(HERE / "_inventories" / f"{name}.txt"))
     for name, address in {
