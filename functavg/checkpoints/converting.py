@@ -92,7 +92,10 @@ def convert(
     steps = int(check_count(int(steps), "count", 0))
     if to == "state":
         return AverageState(steps, average)
-    return {"n_averaged": torch.tensor(steps), **{f"module.{name}": tensor for name, tensor in average.items()}}
+    return {
+        "n_averaged": torch.tensor(steps, device="cpu"),
+        **{f"module.{name}": tensor for name, tensor in average.items()},
+    }
 
 
 def _in_file(path: Path, kind: str | None) -> tuple[str, Found]:

@@ -62,9 +62,8 @@ class Reader(ABC):
     def read(self, name: str, /) -> Tensor:
         """Return a whole tensor, which is the caller's."""
         info = self.infos[name]
-        return self.read_piece(Piece(name, 0, info.numel), torch.empty(info.numel, dtype=info.torch_dtype)).reshape(
-            info.shape
-        )
+        out = torch.empty(info.numel, dtype=info.torch_dtype, device="cpu")
+        return self.read_piece(Piece(name, 0, info.numel), out).reshape(info.shape)
 
     def read_all(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Return tensors by name, all unless some are named; tied ones are one."""

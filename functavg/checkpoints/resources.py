@@ -25,7 +25,7 @@ class Buffer:
     """Memory to read into again and again: fresh pages for each piece would cost as much time as reading it."""
 
     def __init__(self, nbytes: int) -> None:
-        self._data = torch.empty(nbytes, dtype=torch.uint8)
+        self._data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._used = 0
 
     def clear(self) -> None:
@@ -36,7 +36,7 @@ class Buffer:
         """Return a vector in memory that is free, or in memory of its own if there is not enough."""
         start, stop = self._used, self._used + numel * dtype.itemsize
         if stop > self._data.numel():
-            return torch.empty(numel, dtype=dtype)
+            return torch.empty(numel, dtype=dtype, device="cpu")
         self._used = -(-stop // _ALIGNMENT) * _ALIGNMENT
         return self._data[start:stop].view(dtype)
 
