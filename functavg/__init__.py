@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from functavg.nn.functions import get_swa_avg_fn as get_swa_avg_fn
     from functavg.nn.functions import get_swa_multi_avg_fn as get_swa_multi_avg_fn
     from functavg.nn.swap import swapped as swapped
+    from functavg.nn.targets import soft_update as soft_update
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ _NEEDS_TORCH = {
     "get_ema_multi_avg_fn": "functavg.nn.functions",
     "get_swa_avg_fn": "functavg.nn.functions",
     "get_swa_multi_avg_fn": "functavg.nn.functions",
+    "soft_update": "functavg.nn.targets",
     "swa_utils": "functavg.swa_utils",
     "swapped": "functavg.nn.swap",
     "update_bn": "functavg.nn.batch_norm",
@@ -90,6 +92,7 @@ __all__ = [
     "posthoc",
     "profile",
     "schedules",
+    "soft_update",
     "swa_utils",
     "swapped",
     "to_state_dict",

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from functavg import kernels, trees
+from functavg.advice import advise, is_tensordict
 from functavg.checks import check_state
 from functavg.rules.saved import load_leaves
 from functavg.state import AverageState, T
@@ -68,8 +69,9 @@ def from_state_dict(like: AverageState[T], saved: Mapping[str, Any], /) -> Avera
         AverageState(count=1, average={'w': array([1., 1.])}, memory=())
     """
     check_state(like, "from_state_dict(like, saved)", "like")
-    if not isinstance(saved, Mapping):
-        raise TypeError(f"from_state_dict(like, saved): saved must be a dict, got {type(saved).__name__}")
+    if is_tensordict(saved) or not isinstance(saved, Mapping):
+        got = f"{type(saved).__name__}{advise(saved)}"
+        raise TypeError(f"from_state_dict(like, saved): saved must be a dict, got {got}")
     leaves, spec = trees.flatten(like)
     names = _name_leaves(spec)
     _check_names(names, saved)

@@ -11,14 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from functavg.checkpoints.converting import saved_count
 from functavg.checkpoints.kinds import find
 from functavg.checkpoints.nests import all_tensors
-from functavg.checkpoints.opening import INDEX, is_torch, open_file, weights_file
+from functavg.checkpoints.opening import is_index, is_torch, open_file, weights_file
 from functavg.checkpoints.records import NAME, record_in, record_of
-from functavg.checkpoints.sharded_reader import ShardedReader
 from functavg.checkpoints.tensors import TensorInfo, info_of
 from functavg.checkpoints.torch_reader import load, ties_of
 
@@ -34,6 +31,11 @@ class Holding:
         nbytes: the number of their bytes.
         dtypes: the number of tensors of each dtype.
         ties: names of tensors that are one, a list for each.
+
+    Example:
+        >>> from functavg.checkpoints import Holding
+        >>> Holding("model", tensors=1, elements=6, nbytes=24, dtypes={"float32": 1}, ties=[]).nbytes
+        24
     """
 
     key: str
@@ -56,6 +58,16 @@ class Inspection:
         record: what functavg wrote about how the file came about; empty in others.
         metadata: the metadata of a safetensors file.
         holds: its dicts of tensors.
+
+    Example:
+        >>> import os, tempfile, torch
+        >>> from functavg import checkpoints
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = os.path.join(folder, "run.pt")
+        ...     torch.save({"model": {"w": torch.zeros(2, 3)}, "epoch": 4}, file)
+        ...     found = checkpoints.inspect(file)
+        >>> found.format, [(held.key, held.elements) for held in found.holds]
+        ('torch', [('model', 6)])
     """
 
     path: Path
@@ -87,7 +99,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     """
     folder = Path(path)
     file = weights_file(folder)
-    if not file.name.endswith(INDEX) and is_torch(file):
+    if not is_index(file) and is_torch(file):
         held = load(file)
         record = record_in(held)
         holds = [
@@ -95,18 +107,12 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
             for key, tensors in all_tensors(held)
         ]
         return Inspection(file, "torch", *_average(held, record, folder), record, {}, holds)
-    sharded = file.name.endswith(INDEX)
-    reader = ShardedReader(file, open_file) if sharded else open_file(file)
+    reader = open_file(file)
     record = record_of(reader)
-    # For what is an average, names and counts are enough.
-    held = {
-        name: reader.read(name) if info.numel == 1 else torch.empty(info.shape, device="meta")
-        for name, info in reader.infos.items()
-    }
     metadata = {name: value for name, value in reader.metadata.items() if name != NAME and name not in reader.ties}
     holds = [_holding("", reader.infos, reader.ties)]
-    form = "shards" if sharded else "safetensors"
-    return Inspection(file, form, *_average(held, record, folder), record, metadata, holds)
+    form = "shards" if is_index(file) else "safetensors"
+    return Inspection(file, form, *_average(reader.outline(), record, folder), record, metadata, holds)
 
 
 def _holding(key: str, infos: Mapping[str, TensorInfo], ties: Mapping[str, str]) -> Holding:

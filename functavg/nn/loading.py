@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__: list[str] = []
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,10 +29,14 @@ class Loading:
 
     Args:
         strict: whether everything has to fit; None: the module around the average decides.
+
+    Attributes:
+        end_sharing: called at the end of the load, brings back tensors that are shared with the model.
     """
 
     strict: bool | None
     extra: dict[str, Any] = field(default_factory=dict)
+    end_sharing: Callable[[], None] = lambda: None
     _backup: Any = None
     _places: dict[int, tuple[Tensor, Tensor, list[Slot]]] = field(default_factory=dict)
 
@@ -62,6 +66,7 @@ class Loading:
         if len(self._errors) > self._known_errors:
             self.undo(averaged)
             return
+        self._end_sharing()
         self._round(averaged)
         held, rule = averaged._held, averaged.rule
         averaged.n_averaged = averaged.n_averaged.to(torch.int64)
@@ -93,12 +98,17 @@ class Loading:
 
     def undo(self, averaged: Any) -> None:
         """Bring everything back that the load has changed."""
+        self._end_sharing()
         for tensor, _, slots in self._places.values():
             for store, name in slots:
                 store[name] = tensor
         self._places = {}
         if self._backup is not None:
             self._backup.restore(averaged)
+
+    def _end_sharing(self) -> None:
+        end, self.end_sharing = self.end_sharing, lambda: None
+        end()
 
     def _round(self, averaged: Any) -> None:
         """Write the rounding of the loaded values into the tensors that master copies stood for."""

@@ -19,6 +19,7 @@ from functavg.nn import pairing
 from functavg.nn.extra_state import find_problem, load_extra_state, make_extra_state
 from functavg.nn.held_state import HeldState
 from functavg.nn.loading import Loading
+from functavg.nn.sharing import keep_shared_
 from functavg.rules.base import AveragingRule
 from functavg.trees import some
 
@@ -29,6 +30,8 @@ class SavedAverage(TorchAveragedModel):
     n_averaged: Tensor
     _held: HeldState
     _loading: Loading | None
+    _shared: frozenset[str] = frozenset()
+    """The names of the tensors that are the model's own."""
 
     @property
     @abstractmethod
@@ -75,7 +78,8 @@ class SavedAverage(TorchAveragedModel):
             assign: as for any module.
 
         Returns:
-            The missing and unexpected keys, as for any module.
+            The missing and unexpected keys, as for any module. Tensors that are shared with the model stay as they are;
+            where the state_dict has other values for them, that is warned of.
 
         Raises:
             RuntimeError: as for any module, or the memory is that of another rule. Nothing was changed then.
@@ -104,6 +108,7 @@ class SavedAverage(TorchAveragedModel):
         self._loading.begin(self, state_dict, prefix, error_msgs)
         if local_metadata.get("assign_to_params_buffers", False):
             _part(state_dict, f"{prefix}module.")
+        self._loading.end_sharing = keep_shared_(state_dict, f"{prefix}module.", self.module, self._shared)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from functavg.checks import check_integer
 from functavg.profiles import Profile, profile
 from functavg.profiles.reading import read
-from functavg.rules.base import AveragingRule
+from functavg.rules.base import AveragingRule, check_rule, is_rule_class
 from functavg.rules.power import PowerEMA
 from functavg.rules.swa import SWA
 
@@ -36,6 +36,13 @@ class Synthesis:
             updates.
         amplification: ``sum_k |c_k|``, at least 1: the rounding errors of the snapshots as stored come into the result
             at most so many times as large. Mind it with float16 files.
+
+    Example:
+        >>> import functavg
+        >>> from functavg import PowerEMA
+        >>> found = functavg.posthoc.solve([(PowerEMA(17), 1000), (PowerEMA(7), 1000)], (PowerEMA(7), 1000))
+        >>> (found.coefficients.round(6) + 0.0).tolist(), round(found.residual, 6), round(found.amplification, 6)
+        ([0.0, 1.0], 0.0, 1.0)
     """
 
     coefficients: Float64
@@ -64,7 +71,7 @@ def solve(snapshots: Iterable[Any], target: Any) -> Synthesis:
         target: what to make of them. Best at the time of a snapshot: what came after the last one is in none.
 
     Returns:
-        The Synthesis: coefficients, in float64 as the problem is badly conditioned, and the residual to expect.
+        The Synthesis, with coefficients in float64 as the problem is badly conditioned, and the residual to expect.
 
     Raises:
         TypeError: something is neither a pair nor a Profile, or has several averages.
@@ -106,8 +113,8 @@ def solve(snapshots: Iterable[Any], target: Any) -> Synthesis:
 def _check_item(item: Any, name: str) -> Profile | tuple[AveragingRule, Any]:
     if isinstance(item, Profile):
         return item
-    if isinstance(item, Sequence) and len(item) == 2 and isinstance(item[0], AveragingRule):
-        rule, steps = item
+    if isinstance(item, Sequence) and len(item) == 2 and (isinstance(item[0], AveragingRule) or is_rule_class(item[0])):
+        rule, steps = check_rule(item[0], f"{name}[0]"), item[1]
         return rule, check_integer(steps, f"{name}[1]", 1) if isinstance(steps, (int, np.integer)) else steps
     raise TypeError(f"{name} must be a Profile or a pair (rule, steps), got {item!r}")
 

@@ -90,7 +90,7 @@ assert_type(posthoc.merge_coefficients("linear", 5), NDArray[np.float64])
 # ---- modules
 
 model = nn.Linear(2, 2)
-averaged = functavg.AveragedModel(model, rule=rule, dtype=torch.float32)
+averaged = functavg.AveragedModel(model, rule=rule, dtype=torch.float32, share=lambda name, tensor: name == "bias")
 assert_type(averaged, functavg.AveragedModel[nn.Linear])
 assert_type(averaged.module, nn.Linear)
 assert_type(averaged.to("cpu").module.in_features, int)
@@ -105,6 +105,8 @@ averaged.copy_to(model)
 assert_type(averaged.rule, functavg.AveragingRule)
 functavg.update_bn([torch.zeros(2, 2)], averaged, device="cpu")
 functavg.update_bn(({"x": torch.zeros(2, 2)} for _ in range(2)), averaged)
+functavg.soft_update(averaged.module, model, 0.005)
+functavg.soft_update([averaged.module], (model,), torch.tensor(0.005), buffers="average")
 swa_utils.AveragedModel(model, None, swa_utils.get_ema_avg_fn(0.9), use_buffers=lambda name, buffer: "mean" in name)
 
 
