@@ -1,8 +1,8 @@
 """Averages of checkpoints on disk, a few MiB at a time."""
 
-from functavg.extras import check_torch
+from functavg.extras import check_torch as _check_torch
 
-check_torch("functavg.checkpoints")
+_check_torch("functavg.checkpoints")
 
 from functavg.checkpoints.averaging import average as average
 from functavg.checkpoints.converting import convert as convert

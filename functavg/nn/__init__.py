@@ -1,8 +1,8 @@
 """Averages of torch modules."""
 
-from functavg.extras import check_torch
+from functavg.extras import check_torch as _check_torch
 
-check_torch("functavg.nn")
+_check_torch("functavg.nn")
 
 from functavg.nn.averaged_model import AveragedModel as AveragedModel
 from functavg.nn.batch_norm import update_bn as update_bn
