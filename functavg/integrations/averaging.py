@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
@@ -47,6 +47,7 @@ class ModelAverage:
         device: where the average lives. Default: where the model is.
         dtype: dtype of the average. Default: that of the parameters, at least float32.
         backup_device: where the training weights are while the average is in the model. Default: where they were.
+        names: parameters that are averaged whether or not they require a gradient now.
 
     Raises:
         ValueError: nothing in the model is trained.
@@ -61,13 +62,14 @@ class ModelAverage:
         device: Any = None,
         dtype: Any = None,
         backup_device: Any = None,
+        names: Iterable[str] = (),
     ) -> None:
         self.model = model
         self.rule = rule
         self._use_buffers = use_buffers
         self._placement = {"device": device, "dtype": dtype}
         self._backup_device = backup_device
-        self._names: set[str] = set()
+        self._names = set(names)
         self._swap: AbstractContextManager[Module] | None = None
         self._swapped_buffers: frozenset[str] = frozenset()
         tensors = self._find_tensors()
@@ -121,11 +123,21 @@ class ModelAverage:
         """Return the average by name, of several the first one; nothing before the first update."""
         if is_host(self.state.count) and self.state.count == 0:
             return {}
-        tree = self.state.average
-        while not isinstance(first := next(iter(tree.values())), Tensor):  # Several, also within one another
-            tree = first
-        weights: Mapping[str, Tensor] = tree
+        weights: Mapping[str, Tensor] = self._find_first()[1]
         return weights
+
+    def keys(self) -> dict[str, str]:
+        """Return the key in ``to_state_dict`` of each of the tensors that :meth:`weights` returns after an update."""
+        prefix, weights = self._find_first()
+        return {name: ".".join([*prefix, name]) for name in weights}
+
+    def _find_first(self) -> tuple[list[str], Any]:
+        """Return the first average and the keys that lead to it; there are several in Several, also in a nested one."""
+        keys, tree = ["average"], self.state.average
+        while not isinstance(next(iter(tree.values())), Tensor):
+            key, tree = next(iter(tree.items()))
+            keys.append(key)
+        return keys, tree
 
     @property
     def is_inside(self) -> bool:
@@ -178,8 +190,8 @@ class ModelAverage:
         self.leave()
         write(self.model, {**buffers, **self.weights()})
 
-    def copy_buffers(self, names: Container[str]) -> dict[str, Tensor]:
-        """Return copies of buffers of the model by name."""
+    def copy_buffers(self, names: Container[str] | None = None) -> dict[str, Tensor]:
+        """Return copies of buffers of the model by name, of all or of some."""
         with torch.inference_mode(False), torch.no_grad():
             named = pairing.unwrap(self.model).named_buffers()
-            return {name: buffer.clone() for name, buffer in named if name in names}
+            return {name: buffer.clone() for name, buffer in named if names is None or name in names}
