@@ -26,3 +26,5 @@ autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 # What AveragedModel overrides has torch's documentation; the reference lists what functavg documents itself.
 autodoc_inherit_docstrings = False
+# The callbacks are documented without their frameworks.
+autodoc_mock_imports = ["lightning", "transformers"]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from functavg.kernels.torch import dtensor
 from functavg.nn import pairing
 from functavg.nn.buffers import UseBuffers
 from functavg.nn.swap import swapped
@@ -18,6 +19,7 @@ from functavg.rules.base import AveragingRule, check_rule
 from functavg.saving import from_state_dict, to_state_dict
 from functavg.scalars import is_host
 from functavg.state import AverageState
+from functavg.trees import some
 
 AtEnd = Literal["average", "training"]
 
@@ -50,6 +52,7 @@ class ModelAverage:
         names: parameters that are averaged whether or not they require a gradient now.
 
     Raises:
+        TypeError: a parameter is sharded: a state in a file of one rank would be a part of the average.
         ValueError: nothing in the model is trained.
     """
 
@@ -76,6 +79,12 @@ class ModelAverage:
         if not tensors:
             raise ValueError(
                 f"no parameter of {type(model).__name__} requires a gradient, so there is nothing to average"
+            )
+        sharded = [name for name, tensor in tensors.items() if dtensor.is_sharded(tensor)]
+        if sharded:
+            raise TypeError(
+                f"{some(sharded)} are sharded (FSDP2), which callbacks do not average. Do it in a loop of your own: "
+                "functavg.AveragedModel(model, module=twin)"
             )
         self._names |= tensors.keys()
         self.state: AverageState[Any] = rule.init(tensors, **self._placement)

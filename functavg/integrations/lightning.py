@@ -8,14 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from functavg.integrations.averaging import AtEnd, ModelAverage, check_arguments
 from functavg.integrations.requiring import require
-from functavg.nn.attaching import Attachment, attach
-from functavg.nn.batch_norm import update_bn
-from functavg.nn.buffers import UseBuffers
-from functavg.rules.base import AveragingRule
-from functavg.saving import from_state_dict, to_state_dict
-from functavg.state import AverageState
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -26,6 +19,15 @@ else:
     if _NAME is None:
         _NAME = "pytorch_lightning" if importlib.util.find_spec("lightning") is None else "lightning.pytorch"
     Callback = require(_NAME, "lightning").Callback
+
+from functavg.integrations.averaging import AtEnd, ModelAverage, check_arguments
+from functavg.nn.attaching import Attachment, attach
+from functavg.nn.batch_norm import update_bn
+from functavg.nn.buffers import UseBuffers
+from functavg.nn.pairing import unwrap
+from functavg.rules.base import AveragingRule
+from functavg.saving import from_state_dict, to_state_dict
+from functavg.state import AverageState
 
 
 class AveragingCallback(Callback):
@@ -58,7 +60,11 @@ class AveragingCallback(Callback):
         ValueError: ``at_end`` is neither of its values, or ``update_bn`` does not go with it.
 
     Example:
-        ``Trainer(..., callbacks=[AveragingCallback(functavg.EMA(0.999))])``
+        >>> import functavg
+        >>> from functavg.integrations.lightning import AveragingCallback
+        >>> callback = AveragingCallback(functavg.EMA(0.999))  # for Trainer(..., callbacks=[callback])
+        >>> callback.rule
+        EMA(decay=0.999, debias=False, start='copy')
     """
 
     def __init__(
@@ -107,6 +113,7 @@ class AveragingCallback(Callback):
             raise TypeError(
                 "update_bn=True needs one train dataloader, and there are several: call functavg.update_bn after fit"
             )
+        unwrap(trainer.model)  # type: ignore[arg-type]  # refuses FSDP1, which wraps the model
         self._detach()
         self._take_over(pl_module)
         if self._average is None or self._average.model is not pl_module or trainer.global_step == 0:
@@ -233,6 +240,13 @@ def averaged_weights(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         KeyError: the checkpoint was written without an AveragingCallback.
+
+    Example:
+        >>> from functavg.integrations.lightning import averaged_weights
+        >>> state = {"count": 3, "average.head.weight": [0.5]}  # to_state_dict of the state of the rule
+        >>> saved = {"weights": {"head.weight": "average.head.weight"}, "state": state}
+        >>> averaged_weights({"state_dict": {"head.weight": [2.0]}, "callbacks": {"AveragingCallback": saved}})
+        {'head.weight': [0.5]}
     """
     saved = checkpoint.get("callbacks", {}).get(AveragingCallback.__qualname__)
     if not saved:

@@ -10,18 +10,19 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from functavg.checkpoints import load_state, save_state
-from functavg.integrations.averaging import AtEnd, ModelAverage, check_arguments
 from functavg.integrations.requiring import require
-from functavg.nn.attaching import Attachment, attach
-from functavg.nn.buffers import UseBuffers
-from functavg.rules.base import AveragingRule
-from functavg.state import AverageState
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
 else:
     TrainerCallback = require("transformers", "transformers").TrainerCallback
+
+from functavg.checkpoints import load_state, save_state
+from functavg.integrations.averaging import AtEnd, ModelAverage, check_arguments
+from functavg.nn.attaching import Attachment, attach
+from functavg.nn.buffers import UseBuffers
+from functavg.rules.base import AveragingRule
+from functavg.state import AverageState
 
 FILE_NAME = "average.safetensors"
 """The file of the average in each checkpoint folder, for ``functavg.checkpoints.load_state`` and the like."""
@@ -55,7 +56,11 @@ class AveragingCallback(TrainerCallback):
         ValueError: ``at_end`` is neither of its values.
 
     Example:
-        ``Trainer(..., callbacks=[AveragingCallback(functavg.EMA(0.999))])``
+        >>> import functavg
+        >>> from functavg.integrations.transformers import AveragingCallback
+        >>> callback = AveragingCallback(functavg.EMA(0.999))  # for Trainer(..., callbacks=[callback])
+        >>> callback.rule
+        EMA(decay=0.999, debias=False, start='copy')
     """
 
     def __init__(

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,14 +26,6 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from functavg.integrations.lightning import AveragingCallback, averaged_weights  # noqa: E402
 from tests.integrations.lightning_digits import QUIET, TEST_X, TEST_Y, DigitsNet, X, Y  # noqa: E402
-
-pytestmark = [
-    # It advises more workers, and to log more often than an epoch here has steps.
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-    # It makes leaves of trees by a class that torch renames.
-    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"),
-]
-
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
@@ -351,13 +344,28 @@ def test_the_trainer_of_the_other_namespace_takes_it_too():
     other = pytest.importorskip("pytorch_lightning")
 
     class Net(other.LightningModule):
-        __init__ = DigitsNet.__init__
-        forward, training_step, validation_step = DigitsNet.forward, DigitsNet.training_step, DigitsNet.validation_step
-        configure_optimizers = DigitsNet.configure_optimizers
+        training_step, validation_step = DigitsNet.training_step, DigitsNet.validation_step
+        forward, configure_optimizers = DigitsNet.forward, DigitsNet.configure_optimizers
 
-    callback = AveragingCallback(SWA())
+        def __init__(self):
+            super().__init__()
+            net = DigitsNet()
+            self.body, self.head = net.body, net.head
+
+    callback, model = AveragingCallback(SWA()), Net()
     trainer = other.Trainer(**QUIET, max_epochs=1, callbacks=[callback])
-    assert callback in trainer.callbacks
+    trainer.fit(model, DigitsNet().train_dataloader(), DigitsNet().val_dataloader())
+    assert callback.state.count == 8
+    found = trainer.callback_metrics["accuracy"].item()
+    assert found == accuracy(logits_by_hand(model, {}))
+
+
+def test_a_strategy_that_shards_by_fsdp1_is_refused():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    trainer = SimpleNamespace(model=FullyShardedDataParallel.__new__(FullyShardedDataParallel), train_dataloader=None)
+    with pytest.raises(TypeError, match="FSDP1"):
+        AveragingCallback(SWA()).on_train_start(trainer, DigitsNet())
 
 
 @pytest.mark.slow
