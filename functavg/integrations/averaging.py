@@ -153,17 +153,18 @@ class ModelAverage:
         """Whether the model holds the average now."""
         return self._swap is not None
 
-    def enter(self, buffers: Mapping[str, Tensor] | None = None) -> None:
+    def enter(self, also: Mapping[str, Tensor] | None = None) -> None:
         """Put the average into the model, unless it is there.
 
         Args:
-            buffers: values for buffers to put there too, by name.
+            also: further values to put there, or others, by name. Buffers among them may then be changed inside: they
+                are kept over a while outside, and stay.
         """
         if self._swap is None:
-            buffers = buffers or {}
-            swap = swapped(self.model, {**buffers, **self.weights()}, backup_device=self._backup_device)
+            also = also or {}
+            swap = swapped(self.model, {**self.weights(), **also}, backup_device=self._backup_device)
             swap.__enter__()
-            self._swap, self._swapped_buffers = swap, frozenset(buffers)
+            self._swap, self._swapped_buffers = swap, frozenset(also)
 
     def leave(self) -> None:
         """Put the training weights back, unless they are there."""
@@ -197,7 +198,7 @@ class ModelAverage:
         """Leave the average in the model for good."""
         buffers = self.copy_buffers(self._swapped_buffers) if self._swap is not None else {}
         self.leave()
-        write(self.model, {**buffers, **self.weights()})
+        write(self.model, {**self.weights(), **buffers})
 
     def copy_buffers(self, names: Container[str] | None = None) -> dict[str, Tensor]:
         """Return copies of buffers of the model by name, of all or of some."""

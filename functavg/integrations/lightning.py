@@ -127,8 +127,10 @@ class AveragingCallback(Callback):
         average = self._average
         if average is None or self._at_end != "average":
             return
-        average.enter(average.copy_buffers() if self._update_bn else None)
-        if self._update_bn:
+        if not self._update_bn:
+            average.enter()
+        else:
+            average.enter({**average.copy_buffers(), **average.weights()})
             forward = self._update_bn if callable(self._update_bn) else None
             update_bn(trainer.train_dataloader, pl_module, pl_module.device, forward=forward)  # type: ignore[arg-type]
 

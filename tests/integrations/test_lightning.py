@@ -270,11 +270,18 @@ def test_the_model_gets_its_training_weights_back_where_a_validation_fails():
     assert callback.state.count == 8  # nothing follows the optimizer any more
 
 
-@pytest.mark.parametrize("how", [True, lambda model, batch: model(batch[0])], ids=["bool", "function"])
-def test_statistics_of_norms_are_estimated_for_the_average_at_the_end(how):
-    recorder, callback = Recorder(), AveragingCallback(SWA(), update_bn=how)
-    model, trainer = DigitsNet(), make_trainer(recorder, callback)
+@pytest.mark.parametrize(
+    ("how", "use_buffers"),
+    [(True, False), (True, True), (lambda model, batch: model(batch[0]), False)],
+    ids=["bool", "buffers", "function"],
+)
+def test_statistics_of_norms_are_estimated_for_the_average_at_the_end(tmp_path, how, use_buffers):
+    recorder, callback = Recorder(), AveragingCallback(SWA(), update_bn=how, use_buffers=use_buffers)
+    save = Doing("on_train_end", lambda trainer, model: trainer.save_checkpoint(tmp_path / "last.ckpt"))
+    model, trainer = DigitsNet(), make_trainer(recorder, callback, save)
     trainer.fit(model)
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    digits.assert_same(saved["state_dict"], {**recorder.iterates[-1], **recorder.buffers[-1]})
     expected = digits.weighted(oracle.swa, recorder.iterates)
     digits.assert_close(digits.snapshot(model), expected)
     layer, norm = model.body[1], model.body[2]
