@@ -149,7 +149,7 @@ class AveragingCallback(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Validate with the average."""
-        self._enter(trainer, pl_module)
+        self._enter(pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the training weights back, before any checkpoint is written."""
@@ -157,7 +157,7 @@ class AveragingCallback(Callback):
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Test with the average."""
-        self._enter(trainer, pl_module)
+        self._enter(pl_module)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the training weights back."""
@@ -165,7 +165,7 @@ class AveragingCallback(Callback):
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Predict with the average."""
-        self._enter(trainer, pl_module)
+        self._enter(pl_module)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the training weights back."""
@@ -214,9 +214,7 @@ class AveragingCallback(Callback):
             average.state = from_state_dict(average.state, self._loaded["state"])
             self._average, self._loaded = average, None
 
-    def _enter(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.sanity_checking:
-            return
+    def _enter(self, pl_module: LightningModule) -> None:
         self._take_over(pl_module)
         if self._average is not None and self._average.model is pl_module and not self._is_in_model:
             self._average.enter()
