@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from functavg import kernels, trees
+from functavg.advice import advise
 from functavg.checks import check_weight
 from functavg.identity import objects
 from functavg.kernels import dtypes
@@ -110,7 +111,7 @@ class _Job:
 
     def _align(self, tree: PyTree, flattened: list[Any]) -> list[Any]:
         leaves, spec = _flatten(tree, flattened)
-        return trees.align(self.spec, spec, leaves)
+        return trees.align(self.spec, spec, leaves, self.olds)
 
     def name_of(self, index: int) -> str:
         """Return the path of a leaf."""
@@ -157,7 +158,8 @@ class _Job:
         for index, old in enumerate(self.olds):
             name = kernels.kernel_name(old)
             if name is None:
-                raise TypeError(f"{self.name_of(index)}: the average holds {type(old).__name__}, which is no array")
+                holds = f"the average holds {type(old).__name__}, which is no array"
+                raise TypeError(f"{self.name_of(index)}: {holds}{advise(old)}")
             first = holders.setdefault(mine[index], index)
             if inplace and any(keys[first] != keys[index] for keys in theirs):
                 raise ValueError(
@@ -201,6 +203,7 @@ class _Part:
         """Check that this part, and those batched with it, can take all that is to go into them."""
         averages = [part.olds for part in batch]
         for step, (news, weight) in enumerate(self.steps):
+            check_scalar(weight, self.olds[:1], "the weight")
             groups = self.kernel.prepare(averages, news, self.name_of, self.roundings)
             if self.job.apply is None:
                 weights = [weight] if len(batch) == 1 else [part.steps[step][1] for part in batch]
@@ -270,6 +273,22 @@ def _batch(parts: list[_Part]) -> list[list[_Part]]:
     return list(batches.values())
 
 
+def check_scalar(value: Any, leaves: Sequence[Any], name: str) -> None:
+    """Raise a TypeError where leaves cannot be computed with a number or 0-d array; ``name`` says which it is."""
+    if is_host(value) or is_compiling():
+        return
+    for kind, leaf in dict(zip(map(type, leaves), leaves, strict=True)).items():
+        if kernels.kernel_name_of(kind) is None or kernels.takes_scalar(leaf, value):
+            continue
+        got = f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
+        if getattr(value, "is_meta", False):
+            got += " on the meta device, where it has no value"
+        raise TypeError(
+            f"{name} must be a plain number, or a 0-d array that leaves of {kind.__module__.partition('.')[0]}."
+            f"{kind.__name__} can be computed with, got {got}. Read it into a plain number (int, float), or move it"
+        )
+
+
 def copy_leaves(params: PyTree, *, dtype: Any = None, device: Any = None) -> PyTree:
     """Return a tree of new arrays to start an average from; mutable arrays that are aliased stay so.
 
@@ -292,10 +311,8 @@ def copy_leaves(params: PyTree, *, dtype: Any = None, device: Any = None) -> PyT
 
 
 def _refuse(path: str, leaf: Any, reason: str) -> str:
-    advice = "leave it out of the params"
-    if hasattr(leaf, "named_parameters"):
-        advice = "pass dict(module.named_parameters()), or use functavg.AveragedModel"
-    return f"{path}: cannot average {type(leaf).__name__}: {reason}. Expected a dense array of numbers; {advice}"
+    advice = advise(leaf) or "; leave it out of the params"
+    return f"{path}: cannot average {type(leaf).__name__}: {reason}. Expected a dense array of numbers{advice}"
 
 
 def identities(leaves: Sequence[Any]) -> list[Hashable]:

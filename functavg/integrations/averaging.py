@@ -13,6 +13,7 @@ from torch.nn import Module
 from functavg.kernels.torch import dtensor
 from functavg.nn import pairing
 from functavg.nn.buffers import UseBuffers
+from functavg.nn.modes import unmerged
 from functavg.nn.swap import swapped
 from functavg.nn.writing import write
 from functavg.rules.base import AveragingRule, check_rule
@@ -198,7 +199,8 @@ class ModelAverage:
         """Leave the average in the model for good."""
         buffers = self.copy_buffers(self._swapped_buffers) if self._swap is not None else {}
         self.leave()
-        write(self.model, {**self.weights(), **buffers})
+        with unmerged(self.model):
+            write(self.model, {**self.weights(), **buffers})
 
     def copy_buffers(self, names: Container[str] | None = None) -> dict[str, Tensor]:
         """Return copies of buffers of the model by name, of all or of some."""

@@ -15,7 +15,7 @@ from rich.markdown import Markdown
 
 import functavg
 from functavg import swa_utils
-from tests.benchmarks import contenders, shapes, sharded
+from tests.benchmarks import checkpoints, contenders, shapes, sharded
 from tests.benchmarks.measure import Work, counted_host_reads, extra_peak, interleaved, kernel_launches
 from tests.benchmarks.report import Target, against, markdown
 
@@ -63,6 +63,7 @@ def _sections(rounds: int, targets: list[tuple[str, ...]], large: bool) -> Itera
     yield _section(title, sharded.of_shards(), goals, 10 * rounds, targets)  # they take a fraction of a millisecond
     yield _memory(targets)
     yield _host_reads(targets)
+    yield checkpoints.of_files(targets)
     yield _scaling(large)
     yield _cuda(targets)
 

@@ -88,9 +88,10 @@ def test_adapters_of_low_precision_are_averaged_in_float32():
     assert {tensor.dtype for tensor in state.average.values()} == {torch.float32}
 
 
-def test_an_averaged_model_of_a_peft_model_gives_the_same_average():
+def test_an_averaged_model_that_shares_the_base_gives_the_same_average():
     rule, model = EMA(0.8), make_model()
-    averaged, functional = AveragedModel(model, rule=rule), rule.init(trained(model))
+    averaged = AveragedModel(model, rule=rule, share=lambda name, tensor: not tensor.requires_grad)
+    functional = rule.init(trained(model))
     optimizer = torch.optim.SGD(trained(model).values(), lr=0.1)
     averaged.attach(optimizer, model)
     for _ in range(3):
@@ -99,5 +100,8 @@ def test_an_averaged_model_of_a_peft_model_gives_the_same_average():
         optimizer.step()
         functional = rule.update(trained(model), functional, inplace=True)
     digits.assert_same(digits.snapshot(averaged.module), functional.average)
+    base = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert base
+    assert all(averaged.module.get_parameter(name) is model.get_parameter(name) for name in base)
     with swapped(copy.deepcopy(model), averaged) as model:
         torch.testing.assert_close(logits(model), logits(averaged.module))

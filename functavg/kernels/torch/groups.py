@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 
+from functavg.advice import advise
 from functavg.kernels import dtypes
 from functavg.kernels.torch.dtensor import check_shape, check_shards, get_shards
 
@@ -176,7 +177,7 @@ def _check_all(
 
 def _check(average: Any, new: Any, name_of: Callable[[], str]) -> None:
     if not isinstance(new, Tensor):
-        raise TypeError(f"{name_of()}: expected a torch tensor, got {type(new).__name__}")
+        raise TypeError(f"{name_of()}: expected a torch tensor, got {type(new).__name__}{advise(new)}")
     reason = refusal(average) or refusal(new)
     if reason is not None:
         raise TypeError(f"{name_of()}: expected a dense tensor, got {reason}")
