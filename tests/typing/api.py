@@ -70,7 +70,7 @@ assert_type(posthoc.merge_coefficients("linear", 5), NDArray[np.float64])
 # ---- modules
 
 model = nn.Linear(2, 2)
-averaged = functavg.AveragedModel(model, rule=rule, dtype=torch.float32)
+averaged = functavg.AveragedModel(model, rule=rule, dtype=torch.float32, share=lambda name, tensor: name == "bias")
 averaged.update_parameters(model, steps=3)
 handle = averaged.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
 handle.remove()
