@@ -152,7 +152,9 @@ def plan_update(rule: AveragingRule, params: PyTree, state: AverageState[Any], /
         TypeError, ValueError: an argument is of another kind, or out of range.
     """
     _check_order(params, state, "update(params, state)")
-    state = state._replace(count=check_count(state.count, "state.count", 0))
+    count = check_count(state.count, "state.count", 0)
+    if count is not state.count:
+        state = state._replace(count=count)
     return rule.plan(params, state, check_count(steps, "steps", 1))
 
 
