@@ -238,7 +238,7 @@ def _commit(batch: list[_Job], inplace: bool) -> None:
 
 def _flatten(tree: PyTree, flattened: list[Any]) -> tuple[list[Any], Any]:
     """Flatten a tree once, however many intentions name it."""
-    if is_compiling():  # to the compiler of torch 2.10 dicts have no identity
+    if type(tree) is trees.NamedList or is_compiling():  # to the compiler of torch 2.10 dicts have no identity
         return trees.flatten(tree)
     for known, leaves, spec in flattened:
         if known is tree:
@@ -265,9 +265,7 @@ def _unchain(intention: Lerp | Apply) -> tuple[list[tuple[PyTree, Weight]], PyTr
     while isinstance(node, Lerp):
         steps.append((node.new, check_weight(node.weight)))
         node = node.old
-    steps.reverse()
-    moving = [(new, weight) for new, weight in steps if not (is_host(weight) and weight == 0)]
-    return moving or steps[-1:], node
+    return [step for step in reversed(steps) if not (is_host(step[1]) and step[1] == 0)] or steps[:1], node
 
 
 def _batch(jobs: list[_Job]) -> list[list[_Job]]:

@@ -266,7 +266,7 @@ def test_progress_is_checked_before_the_loader_is_read():
         yield
 
     for model in (nn.BatchNorm1d(2), nn.Linear(2, 2)):
-        with pytest.raises(TypeError, match="progress must be a bool or a function.*got 'yes' of str"):
+        with pytest.raises(TypeError, match=r"progress must be a bool or a function.*got 'yes' of str"):
             update_bn(loader(), model, progress="yes")
 
 

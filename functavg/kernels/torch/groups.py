@@ -1,4 +1,4 @@
-"""Which tensors fit together, and which of them go into one call."""
+"""What a tensor is to an average, and groups of tensors that go into one call."""
 
 from __future__ import annotations
 

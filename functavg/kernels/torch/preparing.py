@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from functavg.kernels.torch.dtensor import check_shape, check_shards, get_shards
@@ -41,21 +40,22 @@ def prepare(
     Raises:
         TypeError, ValueError: a new leaf cannot go into an average, or tensors overlap; the message names them.
     """
-    lists, count = [*averages, news, *([] if roundings is None else [roundings])], len(averages)
+    lists, count = [*averages, news] if roundings is None else [*averages, news, roundings], len(averages)
     if is_transformed():
         if not apart and any(len(set(identities(olds))) != len(olds) for olds in averages):
             return None
         _check_leaves(lists, count, name_of, check_shards)
-        return [_make_group(lists, count, [index], alike=False, foreach=False) for index in range(len(news))]
+        return [_make_group(lists, count, [index], (None,) * 3 * len(lists)) for index in range(len(news))]
     shards = get_shards(lists, name_of)
     if shards is not None:
-        olds, (parts, *more) = shards[:count], shards[count:]
-        groups = prepare(olds, parts, name_of, more[0] if more else None, weights, inplace, apart)
+        parts, *more = shards[count:]
+        groups = prepare(shards[:count], parts, name_of, more[0] if more else None, weights, inplace, apart)
         return groups and [replace(group, wholes=[_take(olds, group.indices) for olds in averages]) for group in groups]
     groups = _group_at_one_look(lists, count, 0 if apart else count + inplace)
     if groups is None and apart:
         _check_leaves(lists, count, name_of, check_shape)
-        groups = _group(lists, count, *(list(map(fact, itertools.chain(*lists))) for fact in (_dtype, _device, _class)))
+        rows = _split(len(news), *(list(map(fact, itertools.chain(*lists))) for fact in (_dtype, _device, _class)))
+        groups = [_make_group(lists, count, some, row) for row, some in rows.items()]
         if weights is not None:
             try_steps(groups, weights, inplace, name_of)
     if apart and inplace:
@@ -88,55 +88,55 @@ def _group_at_one_look(lists: Lists, count: int, apart: int) -> list[Group] | No
         return None
     if apart and not are_disjoint(leaves[: apart * size], starts[: apart * size]):
         return None
-    dtypes = list(map(_dtype, leaves))
-    groups = _group(lists, count, dtypes, list(map(_device, leaves)))
-    kinds: list[list[Any]] = [[KINDS[dtype] for dtype in dtypes[group.indices[0] :: size]] for group in groups]
-    return groups if all(None not in row and min(row) == row[count] for row in kinds) else None
+    rows = _split(size, *(list(map(fact, leaves)) for fact in (_dtype, _device)))
+    for row in rows:
+        kinds: list[Any] = [KINDS[dtype] for dtype in row[: len(lists)]]
+        if None in kinds or min(kinds) < kinds[count]:
+            return None
+    return [_make_group(lists, count, some, row) for row, some in rows.items()]
 
 
-def _group(lists: Lists, count: int, *facts: list[Any]) -> list[Group]:
-    """Return the leaves in groups that have all facts in common.
+def _split(size: int, *facts: list[Any]) -> dict[tuple[Any, ...], Sequence[int]]:
+    """Return the indices of the leaves that have all facts in common in each list, by these facts.
 
     Args:
-        lists: the leaves.
-        count: the number of averages.
-        facts: dtypes, devices, and classes where they are not all torch's own, of the leaves of one list after another.
+        size: the number of leaves in each list.
+        facts: facts about the leaves of all lists, of one list after another.
     """
-    size = len(lists[0])
-    columns = [fact[start : start + size] for fact in facts for start in range(0, len(fact), size)]
-    indices: dict[Any, Any] = {}
-    if all(column.count(column[0]) == size for column in columns):
-        indices[()] = range(size)
-    else:
-        for index, row in enumerate(zip(*columns, strict=True)):
-            indices.setdefault(row, []).append(index)
-    groups = []
-    for some in indices.values():
-        dtypes, devices, *classes = [fact[some[0] :: size] for fact in facts]
-        alike = dtypes[:count].count(dtypes[count]) == devices[:count].count(devices[count]) == count
-        plain = not classes or PLAIN.issuperset(classes[0])
-        group = _make_group(lists, count, some, alike=alike, foreach=plain and POOR.isdisjoint(dtypes[:count]))
-        group.foreach = group.foreach and not _are_lazy(group, dtypes)
-        groups.append(group)
-    return groups
+    rows = list(
+        zip(*[fact[start : start + size] for fact in facts for start in range(0, len(fact), size)], strict=True)
+    )
+    if rows.count(rows[0]) == size:
+        return {rows[0]: range(size)}
+    indices: dict[tuple[Any, ...], Any] = {}
+    for index, row in enumerate(rows):
+        indices.setdefault(row, []).append(index)
+    return indices
 
 
-def _make_group(lists: Lists, count: int, indices: Sequence[int], *, alike: bool, foreach: bool) -> Group:
+def _make_group(lists: Lists, count: int, indices: Sequence[int], facts: tuple[Any, ...]) -> Group:
+    """Return the group of these leaves, which have facts in common: dtypes, devices, and classes if not all are known.
+
+    Of leaves under a transform nothing is known, and they are no group for one call.
+    """
+    length = len(lists)
+    dtypes, devices, classes = facts[:length], facts[length : 2 * length], facts[2 * length :]
     lists = [_take(leaves, indices) for leaves in lists]
-    roundings = lists[-1] if len(lists) > count + 1 and lists[-1][0] is not lists[0][0] else None
-    return Group(indices, lists[:count], lists[count], roundings, alike, foreach)
+    averages, news = lists[:count], lists[count]
+    roundings = lists[-1] if length > count + 1 and lists[-1][0] is not lists[0][0] else None
+    alike = dtypes[:count].count(dtypes[count]) == devices[:count].count(devices[count]) == count
+    foreach = (
+        PLAIN.issuperset(classes)
+        and POOR.isdisjoint(dtypes[:count])
+        and not any(map(Tensor.is_neg, itertools.chain(*averages)))  # lazy views, to which grouped kernels do not write
+        and (COMPLEX.isdisjoint(dtypes) or not any(map(Tensor.is_conj, itertools.chain(*averages, news))))
+    )
+    return Group(indices, averages, news, roundings, alike, foreach)
 
 
 def _take(leaves: list[Any], indices: Sequence[int]) -> list[Any]:
     """Return the leaves of these indices; a range is that of all."""
     return leaves if type(indices) is range else [leaves[index] for index in indices]
-
-
-def _are_lazy(group: Group, kinds: list[torch.dtype]) -> bool:
-    """Tell whether there are lazy views: grouped kernels take none of conjugates, and write to none of negatives."""
-    averages = list(itertools.chain(*group.averages))
-    has_conjugates = not COMPLEX.isdisjoint(kinds) and any(map(Tensor.is_conj, (*averages, *group.news)))
-    return has_conjugates or any(map(Tensor.is_neg, averages))
 
 
 def _check_leaves(

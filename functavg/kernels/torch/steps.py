@@ -66,11 +66,11 @@ def lerp(groups: list[Group], weights: list[Weight], inplace: bool) -> list[list
 
 
 def _lerp_group(group: Group, weights: list[Weight], inplace: bool) -> list[list[Tensor]]:
+    on_host = all(map(is_host, weights))
+    if on_host and not any(weights):
+        return group.averages if group.wholes is None else group.wholes
     steps = [(olds, _weight_of(weight, olds[0])) for olds, weight in zip(group.averages, weights, strict=True)]
-    on_host = all(is_host(weight) for _, weight in steps)
-    if on_host and all(weight == 0 for _, weight in steps):
-        results = group.averages
-    elif not (on_host and group.foreach):
+    if not (on_host and group.foreach):
         results = _lerp_leaves(group, steps, inplace)
     elif inplace:
         with torch._C._InferenceMode(True):  # spares the dispatcher's bookkeeping; versions still bump
@@ -78,7 +78,7 @@ def _lerp_group(group: Group, weights: list[Weight], inplace: bool) -> list[list
         results = group.averages
     else:
         results = _lerp_new(group, steps)
-    return results if group.wholes is None else wrap_shards(group, results)
+    return wrap_shards(group, results)
 
 
 def wrap_shards(group: Group, results: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -104,14 +104,13 @@ def _weight_of(weight: Weight, leaf: Tensor) -> Weight:
 
 
 def _write_group_(group: Group, steps: list[tuple[list[Tensor], float]]) -> None:
-    moving = [(olds, weight) for olds, weight in steps if weight != 0]
-    if group.alike or all(weight == 1 for _, weight in moving):
-        for olds, weight in moving:
+    if group.alike or all(weight in (0, 1) for _, weight in steps):
+        for olds, weight in steps:
             write_(olds, group.news, weight)
         if group.roundings is not None:
             torch._foreach_copy_(group.roundings, group.averages[0])
     else:
-        write_staged_(moving, group.news, group.roundings)
+        write_staged_(steps, group.news, group.roundings)
 
 
 @outside_autograd
