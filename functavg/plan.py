@@ -165,12 +165,12 @@ class _Job:
             aliases.setdefault(name, {}).setdefault(pair, []).append(index)
         parts = []
         for name, pairs in aliases.items():
-            firsts = [indices[0] for indices in pairs.values()]
-            olds, *distinct = [[leaves[index] for index in firsts] for leaves in (self.olds, *others)]
+            indices = list(pairs.values())
+            olds, *distinct = [[leaves[some[0]] for some in indices] for leaves in (self.olds, *others)]
             steps = [(news, weight) for news, (_, weight) in zip(distinct, self.steps, strict=False)]
             roundings = None if self.roundings is None else distinct[-1]
-            kernel, indices = kernels.load(name), list(pairs.values())
-            parts.append(_Job(self.tree, self.spec, self.apply, kernel, olds, steps, roundings, self, indices))
+            part = _Job(self.tree, self.spec, self.apply, kernels.load(name), olds, steps, roundings, self, indices)
+            parts.append(part)
         return parts
 
 
@@ -189,20 +189,15 @@ def _make_job(intention: Lerp | Apply, flattened: list[Any]) -> _Job:
     olds, spec = _flatten(tree, flattened)
     names = set(map(kernels.kernel_name_of, set(map(type, olds))))
     kernel = kernels.load(names.pop()) if len(names) == 1 and None not in names else None
+    apply, roundings = (intention, None) if isinstance(intention, Apply) else (None, intention.roundings)
     aligned = [(align(new), weight) for new, weight in steps]
-    if isinstance(intention, Apply):
-        return _Job(tree, spec, intention, kernel, olds, aligned, None)
-    roundings = None if intention.roundings is None else align(intention.roundings)
-    return _Job(tree, spec, None, kernel, olds, aligned, roundings)
+    return _Job(tree, spec, apply, kernel, olds, aligned, None if roundings is None else align(roundings))
 
 
 def _prepare(batch: list[_Job], inplace: bool, *, apart: bool) -> bool:
-    """Check that the averages of a batch can take their steps; tell whether that could be done at one look.
+    """Check that jobs can take their steps towards the same leaves; tell whether that could be done at one look.
 
-    Args:
-        batch: jobs that step towards the same new leaves.
-        inplace: whether they are to be written to.
-        apart: whether their leaves are distinct already; then the check is made leaf by leaf where it must be.
+    Those whose leaves are ``apart``, distinct arrays, are looked at leaf by leaf where it takes that.
 
     Raises:
         TypeError, ValueError: one cannot; the message names the leaf.

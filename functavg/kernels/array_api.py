@@ -48,21 +48,13 @@ def identities(leaves: Sequence[Any]) -> Sequence[Hashable]:
     return range(len(leaves))
 
 
-def prepare(
-    averages: list[list[Any]],
-    news: list[Any],
-    name_of: Callable[[int], str],
-    roundings: None = None,
-    weights: list[Weight] | None = None,
-    inplace: bool = False,
-    apart: bool = True,
-) -> Groups:
+def prepare(averages: list[list[Any]], news: list[Any], name_of: Callable[[int], str], *options: Any) -> Groups:
     """Return all leaves as arrays of the averages' library; nothing is written to, so they may share memory.
 
     Raises:
         TypeError, ValueError: a new leaf cannot go into an average; the message names it.
     """
-    del roundings, weights, inplace, apart
+    del options
     if not _fit(averages, news):
         news = [_check_leaf([olds[index] for olds in averages], new, index, name_of) for index, new in enumerate(news)]
     return averages, news

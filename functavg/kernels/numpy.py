@@ -54,9 +54,8 @@ def identities(leaves: Sequence[Any]) -> list[Hashable]:
 def _are_disjoint(leaves: Sequence[Any]) -> bool:
     """Tell whether all lie apart in memory; False also where it cannot be told at once."""
     arrays = list(filter(_has_memory, leaves))
-    if not all(array.flags.c_contiguous for array in arrays):
-        return False
-    return memory.are_disjoint(list(map(_address, arrays)), [array.nbytes for array in arrays])
+    is_contiguous = all(array.flags.c_contiguous for array in arrays)
+    return is_contiguous and memory.are_disjoint(list(map(_address, arrays)), [array.nbytes for array in arrays])
 
 
 def _check_writable(averages: Sequence[Any], news: Sequence[Any], name_of: Callable[[int], str]) -> None:

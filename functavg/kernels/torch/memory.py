@@ -18,19 +18,11 @@ _nbytes = operator.attrgetter("nbytes")
 
 
 def are_disjoint(leaves: list[Tensor], starts: list[int]) -> bool:
-    """Tell whether dense tensors all lie apart in memory; False also where it cannot be told at one look.
-
-    Args:
-        leaves: the tensors.
-        starts: their addresses, and perhaps those of more.
-    """
-    if all(map(Tensor.is_contiguous, leaves)):
-        sizes = map(_nbytes, leaves)
-    elif any(map(_is_expanded, leaves)):
+    """Tell whether dense tensors at these addresses all lie apart; False also where it cannot be told at one look."""
+    is_contiguous = all(map(Tensor.is_contiguous, leaves))
+    if not is_contiguous and any(map(_is_expanded, leaves)):
         return False
-    else:
-        sizes = map(_reach, leaves)
-    return memory.are_disjoint(starts[: len(leaves)], sizes)
+    return memory.are_disjoint(starts, map(_nbytes if is_contiguous else _reach, leaves))
 
 
 def identities(leaves: Sequence[Any]) -> Sequence[Hashable]:

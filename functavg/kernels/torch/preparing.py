@@ -17,13 +17,12 @@ from functavg.kernels.torch.memory import are_disjoint, check_writable, identiti
 from functavg.kernels.torch.steps import try_steps
 from functavg.state import Weight
 
-_class = operator.attrgetter("__class__")
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
 _device = operator.attrgetter("device")
 
+# The averages, the new leaves, and the roundings if there are any; ``count`` is the number of averages.
 Lists = list[list[Any]]
-"""The averages, the new leaves, and the roundings if there are any; ``count`` is the number of averages."""
 
 
 def prepare(
@@ -54,7 +53,7 @@ def prepare(
     groups = _group_at_one_look(lists, count, 0 if apart else count + inplace)
     if groups is None and apart:
         _check_leaves(lists, count, name_of, check_shape)
-        rows = _split(len(news), *(list(map(fact, itertools.chain(*lists))) for fact in (_dtype, _device, _class)))
+        rows = _split(len(news), *(list(map(fact, itertools.chain(*lists))) for fact in (_dtype, _device, type)))
         groups = [_make_group(lists, count, some, row) for row, some in rows.items()]
         if weights is not None:
             try_steps(groups, weights, inplace, name_of)
@@ -67,13 +66,8 @@ def prepare(
 def _group_at_one_look(lists: Lists, count: int, apart: int) -> list[Group] | None:
     """Return the groups of plain dense tensors that fit; None where that takes a closer look.
 
-    Each fact is read once, in a loop of C, as there may be thousands of leaves. What has no memory (it is on the meta
-    device, empty, or partitioned away) takes a closer look.
-
-    Args:
-        lists: the leaves.
-        count: the number of averages.
-        apart: the number of lists whose leaves have to be found to lie apart in memory.
+    Each fact is read once, in a loop of C, as there may be thousands of leaves. The leaves of the first ``apart`` lists
+    have to lie apart in memory. What has none (it is on meta, empty, or partitioned away) is looked at closer.
     """
     size = len(lists[0])
     leaves = list(itertools.chain(*lists))
@@ -97,15 +91,9 @@ def _group_at_one_look(lists: Lists, count: int, apart: int) -> list[Group] | No
 
 
 def _split(size: int, *facts: list[Any]) -> dict[tuple[Any, ...], Sequence[int]]:
-    """Return the indices of the leaves that have all facts in common in each list, by these facts.
-
-    Args:
-        size: the number of leaves in each list.
-        facts: facts about the leaves of all lists, of one list after another.
-    """
-    rows = list(
-        zip(*[fact[start : start + size] for fact in facts for start in range(0, len(fact), size)], strict=True)
-    )
+    """Return the indices of leaves with all facts in common, by these; each list has ``size``, one after another."""
+    starts = range(0, len(facts[0]), size)
+    rows = list(zip(*[fact[start : start + size] for fact in facts for start in starts], strict=True))
     if rows.count(rows[0]) == size:
         return {rows[0]: range(size)}
     indices: dict[tuple[Any, ...], Any] = {}
@@ -115,10 +103,7 @@ def _split(size: int, *facts: list[Any]) -> dict[tuple[Any, ...], Sequence[int]]
 
 
 def _make_group(lists: Lists, count: int, indices: Sequence[int], facts: tuple[Any, ...]) -> Group:
-    """Return the group of these leaves, which have facts in common: dtypes, devices, and classes if not all are known.
-
-    Of leaves under a transform nothing is known, and they are no group for one call.
-    """
+    """Return the group of leaves with these dtypes, devices and classes in common; no classes stand for torch's own."""
     length = len(lists)
     dtypes, devices, classes = facts[:length], facts[length : 2 * length], facts[2 * length :]
     lists = [_take(leaves, indices) for leaves in lists]
@@ -143,19 +128,16 @@ def _check_leaves(
     lists: Lists, count: int, name_of: Callable[[int], str], check: Callable[[Any, Any, Callable[[], str]], None]
 ) -> None:
     """Check leaf by leaf that new ones fit into the averages and the roundings."""
-    for index, new in enumerate(lists[count]):
-        for takers in (*lists[:count], *lists[count + 1 :]):
-            _check(takers[index], new, functools.partial(name_of, index), check)
-
-
-def _check(average: Any, new: Any, name_of: Callable[[], str], check: Callable[..., None]) -> None:
-    if not isinstance(new, Tensor):
-        raise TypeError(f"{name_of()}: expected a torch tensor, got {type(new).__name__}")
-    reason = refusal(average) or refusal(new)
-    if reason is not None:
-        raise TypeError(f"{name_of()}: expected a dense tensor, got {reason}")
-    if new.is_meta and not average.is_meta:
-        raise TypeError(f"{name_of()}: expected a tensor with values, got one on the meta device")
-    check(average, new, name_of)
-    if (kind_of(new) or 0) > (kind_of(average) or 0):
-        raise TypeError(f"{name_of()}: expected {average.dtype} or what it can hold, got {new.dtype}")
+    *averages, news = *lists[:count], *lists[count + 1 :], lists[count]
+    for index, new in enumerate(news):
+        for average in [olds[index] for olds in averages]:
+            if not isinstance(new, Tensor):
+                raise TypeError(f"{name_of(index)}: expected a torch tensor, got {type(new).__name__}")
+            reason = refusal(average) or refusal(new)
+            if reason is not None:
+                raise TypeError(f"{name_of(index)}: expected a dense tensor, got {reason}")
+            if new.is_meta and not average.is_meta:
+                raise TypeError(f"{name_of(index)}: expected a tensor with values, got one on the meta device")
+            check(average, new, functools.partial(name_of, index))
+            if (kind_of(new) or 0) > (kind_of(average) or 0):
+                raise TypeError(f"{name_of(index)}: expected {average.dtype} or what it can hold, got {new.dtype}")
