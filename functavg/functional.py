@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from functavg import kernels, trees
+from functavg.advice import advise
 from functavg.plan import Lerp, identities, run
 from functavg.state import PyTree, T, Weight
 
@@ -60,14 +61,15 @@ def cast_like(tree: T, like: PyTree, /) -> T:
     """
     leaves, spec = trees.flatten(tree)
     likes, like_spec = trees.flatten(like)
-    likes = trees.align(spec, like_spec, likes)
+    likes = trees.align(spec, like_spec, likes, leaves)
     names = [kernels.kernel_name(leaf) for leaf in likes]
     for index, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
         theirs = kernels.kernel_name(leaf)
         if name is None or (theirs != name and (theirs, name) != ("numpy", "array_api")):
+            advice = advise(leaf) or advise(likes[index])
             raise TypeError(
                 f"{trees.paths(spec)[index]}: expected arrays of one library, "
-                f"got {type(leaf).__name__} to cast like {type(likes[index]).__name__}"
+                f"got {type(leaf).__name__} to cast like {type(likes[index]).__name__}{advice}"
             )
     casts: dict[Any, Any] = {}  # tied leaves stay tied where they are cast to one placement
     placements = [(getattr(it, "dtype", type(it)), getattr(it, "device", None)) for it in likes]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from functavg import kernels, trees
+from functavg.advice import advise
 from functavg.checks import check_weight
 from functavg.identity import objects
 from functavg.kernels import dtypes
@@ -153,7 +154,8 @@ class _Job:
         for index, old in enumerate(self.olds):
             name = kernels.kernel_name(old)
             if name is None:
-                raise TypeError(f"{self.name_of(index)}: the average holds {type(old).__name__}, which is no array")
+                holds = f"the average holds {type(old).__name__}, which is no array"
+                raise TypeError(f"{self.name_of(index)}: {holds}{advise(old)}")
             first = holders.setdefault(mine[index], index)
             if inplace and any(keys[first] != keys[index] for keys in theirs):
                 raise ValueError(
@@ -183,7 +185,7 @@ def _make_job(intention: Lerp | Apply, flattened: list[Any]) -> _Job:
 
     def align(tree: PyTree) -> list[Any]:
         leaves, other = _flatten(tree, flattened)
-        return trees.align(spec, other, leaves)
+        return trees.align(spec, other, leaves, olds)
 
     steps, tree = _unchain(intention)
     olds, spec = _flatten(tree, flattened)
@@ -208,6 +210,8 @@ def _prepare(batch: list[_Job], inplace: bool, *, apart: bool) -> bool:
     averages = [other.olds for other in batch]
     for step, (news, _) in enumerate(job.steps):
         weights = None if job.apply is not None else [other.steps[step][1] for other in batch]
+        for weight in weights or ():
+            check_scalar(weight, job.olds[:1], "the weight")
         groups = job.kernel.prepare(averages, news, job.name_of, job.roundings, weights, inplace, apart)
         if groups is None:
             return False
@@ -275,6 +279,22 @@ def _batch(jobs: list[_Job]) -> list[list[_Job]]:
     return list(batches.values())
 
 
+def check_scalar(value: Any, leaves: Sequence[Any], name: str) -> None:
+    """Raise a TypeError where leaves cannot be computed with a number or 0-d array; ``name`` says which it is."""
+    if is_host(value) or is_compiling():
+        return
+    for kind, leaf in dict(zip(map(type, leaves), leaves, strict=True)).items():
+        if kernels.kernel_name_of(kind) is None or kernels.takes_scalar(leaf, value):
+            continue
+        got = f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
+        if getattr(value, "is_meta", False):
+            got += " on the meta device, where it has no value"
+        raise TypeError(
+            f"{name} must be a plain number, or a 0-d array that leaves of {kind.__module__.partition('.')[0]}."
+            f"{kind.__name__} can be computed with, got {got}. Read it into a plain number (int, float), or move it"
+        )
+
+
 def copy_leaves(params: PyTree, *, dtype: Any = None, device: Any = None) -> PyTree:
     """Return a tree of new arrays to start an average from; mutable arrays that are aliased stay so.
 
@@ -297,10 +317,8 @@ def copy_leaves(params: PyTree, *, dtype: Any = None, device: Any = None) -> PyT
 
 
 def _refuse(path: str, leaf: Any, reason: str) -> str:
-    advice = "leave it out of the params"
-    if hasattr(leaf, "named_parameters"):
-        advice = "pass dict(module.named_parameters()), or use functavg.AveragedModel"
-    return f"{path}: cannot average {type(leaf).__name__}: {reason}. Expected a dense array of numbers; {advice}"
+    advice = advise(leaf) or "; leave it out of the params"
+    return f"{path}: cannot average {type(leaf).__name__}: {reason}. Expected a dense array of numbers{advice}"
 
 
 def identities(leaves: Sequence[Any]) -> list[Hashable]:

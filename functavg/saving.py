@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from functavg import kernels, trees
+from functavg.advice import advise, is_tensordict
 from functavg.checks import check_state
-from functavg.counts import match_count
-from functavg.plan import identities
-from functavg.scalars import is_host
+from functavg.rules.saved import load_leaves
 from functavg.state import AverageState, T
 
 
@@ -68,31 +67,13 @@ def from_state_dict(like: AverageState[T], saved: Mapping[str, Any], /) -> Avera
         AverageState(count=1, average={'w': array([1., 1.])}, memory=())
     """
     check_state(like, "from_state_dict(like, saved)", "like")
-    if not isinstance(saved, Mapping):
-        raise TypeError(f"from_state_dict(like, saved): saved must be a dict, got {type(saved).__name__}")
+    if is_tensordict(saved) or not isinstance(saved, Mapping):
+        got = f"{type(saved).__name__}{advise(saved)}"
+        raise TypeError(f"from_state_dict(like, saved): saved must be a dict, got {got}")
     leaves, spec = trees.flatten(like)
     names = _name_leaves(spec)
     _check_names(names, saved)
-    loaded: list[Any] = [None] * len(leaves)
-    by_kernel: dict[str | None, list[int]] = {}
-    for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
-        if is_host(leaf):
-            loaded[index] = _convert_number(saved[name], leaf, name)
-        else:
-            by_kernel.setdefault(kernels.kernel_name(leaf), []).append(index)
-    for kernel_name, indices in by_kernel.items():
-        if kernel_name is None:
-            raise TypeError(f"{_path(spec, indices[0])}: the leaf of `like` is neither a number nor an array")
-        kernel = kernels.load(kernel_name)
-        news = [_convert_array(saved[names[index]], leaves[index], kernel_name) for index in indices]
-        olds = [_move_off_meta(leaves[index], new) for index, new in zip(indices, news, strict=True)]
-        groups = kernel.prepare([olds], news, lambda index, indices=indices: names[indices[index]])
-        (results,) = kernel.lerp(groups, [1.0], False)
-        for index, result in zip(indices, results, strict=True):
-            loaded[index] = result
-    firsts: dict[Hashable, Any] = {}
-    tied = [firsts.setdefault(key, value) for key, value in zip(identities(leaves), loaded, strict=True)]
-    state: AverageState[T] = trees.unflatten(spec, tied)
+    state: AverageState[T] = trees.unflatten(spec, load_leaves(names, leaves, saved))
     return state
 
 
@@ -122,29 +103,6 @@ def _check_names(names: list[str], saved: Mapping[str, Any]) -> None:
             f"the saved state does not have the structure of `like`: missing {trees.some(missing)}; unexpected "
             f"{trees.some(unexpected)}. Make `like` by the `init` of the rule that was saved, from the same params"
         )
-
-
-def _convert_number(value: Any, like: float, name: str) -> float:
-    """Return a value as a host number; it may have become a 0-d array on its way."""
-    number = value.item() if getattr(value, "shape", None) == () else value
-    kind = int if isinstance(like, int) else float
-    if not isinstance(number, (int, kind)) or isinstance(number, bool) != isinstance(like, bool):
-        raise TypeError(f"{name}: expected a number like {like!r}, got {value!r} of {type(value).__name__}")
-    return number
-
-
-def _convert_array(value: Any, like: Any, kernel_name: str) -> Any:
-    """Return a value for an array; a host count becomes a device count where ``like`` is one."""
-    if type(value) is int and kernel_name != "numpy" and like.ndim == 0:
-        return match_count(value, like)
-    return value
-
-
-def _move_off_meta(like: Any, value: Any) -> Any:
-    """Return an array to load a value like: ``like``, or one on the device of the value where that is on meta."""
-    if getattr(like, "is_meta", False) and hasattr(value, "is_meta"):
-        return like.new_empty(like.shape, device=value.device)
-    return like
 
 
 def _path(spec: Any, index: int) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import optree
 
+from functavg.advice import advise
 from functavg.scalars import is_compiling
 
 if TYPE_CHECKING:
@@ -129,10 +130,11 @@ def beneath(prefix: PyTree, tree: PyTree) -> list[tuple[Any, PyTree]]:
     return list(zip(leaves, spec.flatten_up_to(tree), strict=True))
 
 
-def align(old: Spec, new: Spec, leaves: list[Any]) -> list[Any]:
+def align(old: Spec, new: Spec, leaves: list[Any], old_leaves: Sequence[Any] = ()) -> list[Any]:
     """Return the leaves of ``new`` in the order of ``old``, paired by path.
 
     Raises:
+        TypeError: that is because one is no tree, but a module or an iterator; the message says how to make it one.
         ValueError: the two do not have the same paths; the message names what is missing and what is unexpected.
     """
     # Compilers of torch before 2.13 cannot compare structures.
@@ -142,6 +144,9 @@ def align(old: Spec, new: Spec, leaves: list[Any]) -> list[Any]:
     old_paths = old.paths()
     if set(old_paths) == by_path.keys():
         return [by_path[path] for path in old_paths]
+    for path, leaf in [*zip(paths(old), old_leaves, strict=False), *zip(paths(new), leaves, strict=True)]:
+        if advice := advise(leaf):
+            raise TypeError(f"{path}: expected an array, got {type(leaf).__name__}{advice}")
     known, given = dict.fromkeys(paths(old)), dict.fromkeys(paths(new))
     missing = [path for path in known if path not in given]
     unexpected = [path for path in given if path not in known]

@@ -1,6 +1,5 @@
 """Averages of checkpoints on disk, a few MiB at a time."""
 
-from functavg.checkpoints.averaging import Averaged as Averaged
 from functavg.checkpoints.averaging import average as average
 from functavg.checkpoints.converting import convert as convert
 from functavg.checkpoints.errors import CheckpointError as CheckpointError
@@ -16,5 +15,6 @@ from functavg.checkpoints.steps import profile_weights as profile_weights
 from functavg.checkpoints.steps import sort_by_step as sort_by_step
 from functavg.checkpoints.steps import step_of as step_of
 from functavg.checkpoints.storing import save_weights as save_weights
+from functavg.checkpoints.summing import Averaged as Averaged
 from functavg.checkpoints.synthesis import Snapshot as Snapshot
 from functavg.checkpoints.synthesis import posthoc as posthoc

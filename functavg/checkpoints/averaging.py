@@ -1,55 +1,17 @@
-"""The weighted mean of files, piece by piece."""
+"""The weighted mean of files."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from functavg.checkpoints import progress as bars
-from functavg.checkpoints.atomic import replacing
-from functavg.checkpoints.errors import CheckpointError
-from functavg.checkpoints.matching import check_match, common_ties
 from functavg.checkpoints.opening import open_weights
-from functavg.checkpoints.readers import Reader
-from functavg.checkpoints.records import make_record
-from functavg.checkpoints.tensors import Piece, TensorInfo
-from functavg.checkpoints.writers import Writer, check_suffix, make_writer
+from functavg.checkpoints.summing import Averaged, PathLike, write_sum
+from functavg.checkpoints.writers import check_suffix
 from functavg.checks import check_number
-from functavg.kernels import dtypes
-from functavg.posthoc import Synthesis, combine
-
-PIECE = 2**22
-"""So many bytes are averaged at a time: they stay in the cache, and a tensor of any size takes no more memory."""
-
-PathLike = str | os.PathLike[str]
-
-
-@dataclass(frozen=True)
-class Averaged:
-    """What :func:`average`, :func:`posthoc` or :func:`greedy_soup` did.
-
-    Attributes:
-        output: the file that was written.
-        files: the files that were averaged, the newest last.
-        weights: the weight of each; they sum to 1 where they were normalised.
-        tensors: how many tensors the output holds, of tied ones one.
-        nbytes: how many bytes they have.
-        synthesis: the coefficients and how close they come, where :func:`posthoc` solved for the weights.
-    """
-
-    output: Path
-    files: tuple[Path, ...]
-    weights: tuple[float, ...]
-    tensors: int
-    nbytes: int
-    synthesis: Synthesis | None = None
 
 
 def average(
@@ -65,10 +27,9 @@ def average(
     """Write the weighted mean of files: ``sum_i weights[i] * file_i / sum_i weights[i]``, tensor by tensor.
 
     A few MiB are read, averaged and written at a time, however many and large files and tensors are; only files of
-    torch before 1.6 are loaded whole. It is computed in float32, in float64 where the
-    tensors or ``dtype`` are, and stored in the dtypes of the files. Integers and bools take the value of the newest
-    file, the last whose weight is not 0, and its metadata is kept, with a record of what was averaged. Tensors that
-    are tied in all files stay tied.
+    torch before 1.6 are loaded whole. It is computed in float32, in float64 where the tensors or ``dtype`` are, and
+    stored in the dtypes of the files. Integers and bools take the value of the newest file, the last whose weight is
+    not 0, and its metadata is kept, with a record of what was averaged. Tensors that are tied in all files stay tied.
 
     The output appears as a whole or not at all, whatever happens: it is written beside its place, brought to disk,
     then renamed.
@@ -114,39 +75,6 @@ def average(
     return write_sum(readers, output, shares, normalize=normalize, dtype=dtype, progress=progress)
 
 
-def write_sum(
-    readers: Sequence[Reader],
-    output: PathLike,
-    weights: Sequence[float],
-    *,
-    normalize: bool = True,
-    dtype: Any = None,
-    progress: bool | Callable[[int, int], None] = False,
-    **facts: Any,
-) -> Averaged:
-    """Do what ``average`` does with opened files, and record some more facts."""
-    target = Path(output)
-    check_suffix(target)
-    wanted = _check_dtype(dtype)
-    check_match(readers, any_float=wanted is not None)
-    _check_apart(readers, target)
-    used = [(reader, weight) for reader, weight in zip(readers, weights, strict=True) if weight != 0]
-    newest, ties = used[-1][0], common_ties(readers)
-    infos = {name: _stored(info, wanted) for name, info in newest.infos.items()}
-    files = [reader.path for reader in readers]
-    record = make_record("average", files=list(map(str, files)), weights=list(weights), normalize=normalize, **facts)
-    writer = make_writer(target, infos, ties, newest.metadata, newest.around, record)
-    total = writer.nbytes + sum(reader.infos[name].nbytes for reader, _ in used for name in writer.names)
-    with bars.reporting(progress, total) as advance, replacing(target, writer.nbytes) as file:
-        writer.begin(file)
-        for pieces in _pieces(writer, infos):
-            sums = _sum(pieces, used, infos, normalize, advance)
-            for piece in pieces:
-                writer.write(file, piece, sums[piece.name])
-                advance(sums[piece.name].nbytes)
-    return Averaged(target, tuple(files), tuple(weights), len(writer.names), writer.nbytes)
-
-
 def check_weights(paths: Sequence[PathLike], weights: Sequence[float] | None, normalize: bool) -> list[float]:
     """Return one weight for each path; they sum to 1 if they are to be normalised.
 
@@ -169,102 +97,3 @@ def check_weights(paths: Sequence[PathLike], weights: Sequence[float] | None, no
     if not any(numbers) or (normalize and not abs(total) > 1e-12 * math.fsum(map(abs, numbers))):
         raise ValueError(f"weights must have a sum other than 0, which they are divided by, got {numbers}")
     return [number / total for number in numbers] if normalize else numbers
-
-
-def _sum(
-    pieces: list[Piece],
-    used: list[tuple[Reader, float]],
-    infos: dict[str, TensorInfo],
-    normalize: bool,
-    advance: Callable[[int], None],
-) -> dict[str, Tensor]:
-    """Return the weighted sum of some pieces of all files, in the dtypes that they are stored in."""
-    wide = {
-        piece.name: getattr(torch, _held(piece.name, used, infos[piece.name]))
-        for piece in pieces
-        if infos[piece.name].torch_dtype.is_floating_point or infos[piece.name].torch_dtype.is_complex
-        if not normalize or any(reader.infos[piece.name].dtype != infos[piece.name].dtype for reader, _ in used)
-    }
-
-    def read(reader: Reader) -> dict[str, Tensor]:
-        tensors = {}
-        for piece in pieces:
-            values = reader.read_piece(piece)
-            advance(values.nbytes)
-            # Where the sum is not stored as it is read, it must not be rounded in between.
-            tensors[piece.name] = values.to(wide.get(piece.name))
-        return tensors
-
-    shares = [weight for _, weight in used]
-    trees = (read(reader) for reader, _ in used)
-    sums = combine(trees, shares) if normalize else _unnormalized(trees, shares)
-    return {name: tensor.to(infos[name].torch_dtype) for name, tensor in sums.items()}
-
-
-def _unnormalized(trees: Iterator[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:
-    """Return the plain weighted sum; integers take the newest value."""
-    sums: dict[str, Tensor] = {}
-    for tree, weight in zip(trees, weights, strict=True):
-        for name, tensor in tree.items():
-            if not (tensor.is_floating_point() or tensor.is_complex()):
-                sums[name] = tensor
-            elif name in sums:
-                sums[name].add_(tensor, alpha=weight)
-            else:
-                sums[name] = tensor.mul_(weight)
-    return sums
-
-
-def _pieces(writer: Writer, infos: dict[str, TensorInfo]) -> Iterator[list[Piece]]:
-    """Yield all pieces in their order, as many at a time as are small together; no name stands twice among them."""
-    group: list[Piece] = []
-    size = 0
-    for name in writer.names:
-        info = infos[name]
-        if group and size + info.nbytes > PIECE:
-            yield group
-            group, size = [], 0
-        length = PIECE // info.torch_dtype.itemsize
-        for start in range(0, info.numel - length, length):
-            yield [Piece(name, start, start + length)]
-        start = max(info.numel - 1, 0) // length * length
-        group.append(Piece(name, start, info.numel))
-        size += (info.numel - start) * info.torch_dtype.itemsize
-    if group:
-        yield group
-
-
-def _held(name: str, used: list[tuple[Reader, float]], stored: TensorInfo) -> str:
-    """Return the dtype to compute in: the widest of what is read and stored, at least float32 or complex64."""
-    names = {dtypes.held_in(info.dtype, None) for info in [stored, *(reader.infos[name] for reader, _ in used)]}
-    return max(names, key=dtypes.bits_of)
-
-
-def _check_dtype(dtype: Any) -> str | None:
-    """Return the name of a floating dtype, None where none was asked for."""
-    if dtype is None:
-        return None
-    name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"dtype must be a floating dtype of torch or its name, got {dtype!r}")
-    return str(found).removeprefix("torch.")
-
-
-def _stored(info: TensorInfo, wanted: str | None) -> TensorInfo:
-    """Return what a tensor is stored as."""
-    if wanted is None or not (info.torch_dtype.is_floating_point or info.torch_dtype.is_complex):
-        return info
-    if info.torch_dtype.is_complex:
-        wanted = "complex128" if wanted == "float64" else "complex64"
-    return TensorInfo(wanted, info.shape)
-
-
-def _check_apart(readers: Sequence[Reader], output: Path) -> None:
-    """Refuse an output that is one of the files that are read."""
-    if not output.exists():
-        return
-    for reader in readers:
-        for file in reader.files:
-            if os.path.samefile(file, output):
-                raise CheckpointError(f"{output}: the output is also an input, {file}; name another output")

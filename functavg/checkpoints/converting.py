@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from functavg.checkpoints.arrays import memory_of
 from functavg.checkpoints.errors import CheckpointError
 from functavg.checkpoints.kinds import KINDS, Found, find
-from functavg.checkpoints.opening import is_torch, open_file, open_weights, weights_file
+from functavg.checkpoints.opening import is_index, is_torch, open_file, open_weights, weights_file
 from functavg.checkpoints.readers import some
 from functavg.checkpoints.records import record_in, record_of
 from functavg.checkpoints.tensors import reading
@@ -91,25 +92,33 @@ def convert(
     steps = int(check_count(int(steps), "count", 0))
     if to == "state":
         return AverageState(steps, average)
-    return {"n_averaged": torch.tensor(steps), **{f"module.{name}": tensor for name, tensor in average.items()}}
+    return {
+        "n_averaged": torch.tensor(steps, device="cpu"),
+        **{f"module.{name}": tensor for name, tensor in average.items()},
+    }
 
 
 def _in_file(path: Path, kind: str | None) -> tuple[str, Found]:
+    """Return the kind of a file and the average in it, of which no other tensors are read."""
     file = weights_file(path)
     saved = saved_count(path)
     if saved is not None and kind in (None, "diffusers"):
-        reader = open_weights(path)
-        return "diffusers", Found({name: reader.read(name) for name in reader.infos}, saved)
-    if is_torch(file):
-        held = load(file)
-        record = record_in(held)
-    else:
-        whole = open_file(file)
-        held, record = {name: whole.read(name) for name in whole.infos}, record_of(whole)
+        return "diffusers", Found(open_weights(path).read_all(), saved)
+    held = load(file) if not is_index(file) and is_torch(file) else None
+    reader = open_file(file) if held is None else None
+    record = record_in(held) if reader is None else record_of(reader)
     if kind in (None, "functavg") and record.get("kind") == "state":
-        reader = open_weights(file)
-        return "functavg", Found({name: reader.read(name) for name in reader.infos}, record["numbers"].get("count"))
-    return _in_dict(str(path), held, kind)
+        return "functavg", Found(open_weights(file).read_all(), record["numbers"].get("count"))
+    if reader is None:
+        return _in_dict(str(path), held, kind)
+    outline = reader.outline()
+    known, found = _in_dict(str(path), outline, kind)
+    if not isinstance(found.average, Mapping):
+        return known, found
+    names = {id(tensor): name for name, tensor in outline.items()}
+    chosen = {short: names[id(tensor)] for short, tensor in found.average.items()}
+    read = reader.read_all(chosen.values())
+    return known, replace(found, average={short: read[name] for short, name in chosen.items()})
 
 
 def saved_count(folder: Path) -> int | None:

@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from functavg.checkpoints.converting import saved_count
 from functavg.checkpoints.kinds import find
 from functavg.checkpoints.nests import all_tensors
-from functavg.checkpoints.opening import INDEX, is_torch, open_file, weights_file
+from functavg.checkpoints.opening import is_index, is_torch, open_file, weights_file
 from functavg.checkpoints.records import NAME, record_in, record_of
-from functavg.checkpoints.sharded_reader import ShardedReader
 from functavg.checkpoints.tensors import TensorInfo, info_of
 from functavg.checkpoints.torch_reader import load, ties_of
 
@@ -85,7 +82,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     """
     folder = Path(path)
     file = weights_file(folder)
-    if not file.name.endswith(INDEX) and is_torch(file):
+    if not is_index(file) and is_torch(file):
         held = load(file)
         record = record_in(held)
         holds = [
@@ -93,18 +90,12 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
             for key, tensors in all_tensors(held)
         ]
         return Inspection(file, "torch", *_average(held, record, folder), record, {}, holds)
-    sharded = file.name.endswith(INDEX)
-    reader = ShardedReader(file, open_file) if sharded else open_file(file)
+    reader = open_file(file)
     record = record_of(reader)
-    # For what is an average, names and counts are enough.
-    held = {
-        name: reader.read(name) if info.numel == 1 else torch.empty(info.shape, device="meta")
-        for name, info in reader.infos.items()
-    }
     metadata = {name: value for name, value in reader.metadata.items() if name != NAME and name not in reader.ties}
     holds = [_holding("", reader.infos, reader.ties)]
-    form = "shards" if sharded else "safetensors"
-    return Inspection(file, form, *_average(held, record, folder), record, metadata, holds)
+    form = "shards" if is_index(file) else "safetensors"
+    return Inspection(file, form, *_average(reader.outline(), record, folder), record, metadata, holds)
 
 
 def _holding(key: str, infos: Mapping[str, TensorInfo], ties: Mapping[str, str]) -> Holding:

@@ -6,6 +6,9 @@ import os
 from bisect import bisect_right
 from pathlib import Path
 
+MAPS = Path("/proc/self/maps")
+"""Where Linux tells what is mapped into this process."""
+
 
 class Mappings:
     """The parts of a file that are mapped into this process now; none where the system does not tell."""
@@ -14,7 +17,7 @@ class Mappings:
         inode = os.stat(path).st_ino
         self._spans: list[tuple[int, int, int]] = []
         try:
-            lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+            lines = MAPS.read_text(errors="replace").splitlines()
         except OSError:
             return
         for line in lines:

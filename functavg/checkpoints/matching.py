@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from functavg.checkpoints.errors import CheckpointError
 from functavg.checkpoints.readers import Reader, some
@@ -39,6 +41,20 @@ def check_match(readers: Sequence[Reader], *, any_float: bool = False) -> None:
                     f"{reader.path}: {name!r} is {info.dtype}, expected {expected.dtype} as in {first.path}"
                     + ("; say by dtype= (--dtype) what to store" if _is_float(info) and _is_float(expected) else "")
                 )
+
+
+def check_apart(readers: Sequence[Reader], output: Path) -> None:
+    """Refuse an output that is one of the files that are read.
+
+    Raises:
+        CheckpointError: it is, perhaps under another name.
+    """
+    if not output.exists():
+        return
+    for reader in readers:
+        for file in reader.files:
+            if os.path.samefile(file, output):
+                raise CheckpointError(f"{output}: the output is also an input, {file}; name another output")
 
 
 def common_ties(readers: Sequence[Reader]) -> dict[str, str]:

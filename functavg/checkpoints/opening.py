@@ -36,8 +36,8 @@ def open_weights(path: str | os.PathLike[str], key: str | None = None) -> Reader
         CheckpointError: it is none of them, or not whole.
     """
     file = weights_file(Path(path))
-    if file.name.endswith(INDEX):
-        sharded = ShardedReader(file, open_file)
+    if is_index(file):
+        sharded = open_file(file)
         return sharded if key is None else Selected(sharded, key)
     torch_file = is_torch(file)
     reader = TorchReader(file, key) if torch_file else SafetensorsReader(file)
@@ -46,7 +46,9 @@ def open_weights(path: str | os.PathLike[str], key: str | None = None) -> Reader
 
 
 def open_file(path: Path) -> Reader:
-    """Return a reader of all tensors in one file, by the names that they have there."""
+    """Return a reader of all tensors in one file, or in the shards of an index, by the names that they have there."""
+    if is_index(path):
+        return ShardedReader(path, open_file)
     return TorchReader(path, None) if is_torch(path) else SafetensorsReader(path)
 
 
@@ -63,6 +65,11 @@ def weights_file(path: Path) -> Path:
     if found is None:
         raise CheckpointError(f"{path}: the folder holds none of {', '.join(_IN_FOLDERS)}; name a file")
     return found
+
+
+def is_index(path: Path) -> bool:
+    """Tell the index of shards by its name."""
+    return path.name.endswith(INDEX)
 
 
 def is_torch(path: Path) -> bool:

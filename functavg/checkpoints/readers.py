@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from functavg.checkpoints.errors import CheckpointError
@@ -55,13 +56,27 @@ class Reader(ABC):
     around: Around
 
     @abstractmethod
-    def read_piece(self, piece: Piece, /) -> Tensor:
-        """Return a piece of a tensor as a vector, which is the caller's."""
+    def read_piece(self, piece: Piece, out: Tensor, /) -> Tensor:
+        """Read a piece of a tensor into a vector of its dtype, and return that."""
 
     def read(self, name: str, /) -> Tensor:
         """Return a whole tensor, which is the caller's."""
         info = self.infos[name]
-        return self.read_piece(Piece(name, 0, info.numel)).reshape(info.shape)
+        out = torch.empty(info.numel, dtype=info.torch_dtype, device="cpu")
+        return self.read_piece(Piece(name, 0, info.numel), out).reshape(info.shape)
+
+    def read_all(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Return tensors by name, all unless some are named; tied ones are one."""
+        firsts = {name: self.ties.get(name, name) for name in (self.infos if names is None else names)}
+        held = {first: self.read(first) for first in dict.fromkeys(firsts.values())}
+        return {name: held[first] for name, first in firsts.items()}
+
+    def outline(self) -> dict[str, Tensor]:
+        """Return all tensors by name without their values, but for those of one element, such as counts."""
+        return {
+            name: self.read(name) if info.numel == 1 else torch.empty(info.shape, dtype=info.torch_dtype, device="meta")
+            for name, info in self.infos.items()
+        }
 
 
 class Selected(Reader):
@@ -80,8 +95,8 @@ class Selected(Reader):
         self.ties = ties_within(self._names, reader.ties)
         self.around = Around()
 
-    def read_piece(self, piece: Piece, /) -> Tensor:
-        return self._reader.read_piece(replace(piece, name=self._names[piece.name]))
+    def read_piece(self, piece: Piece, out: Tensor, /) -> Tensor:
+        return self._reader.read_piece(replace(piece, name=self._names[piece.name]), out)
 
 
 def ties_within(names: Mapping[str, str], ties: Mapping[str, str]) -> dict[str, str]:

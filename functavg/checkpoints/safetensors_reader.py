@@ -35,6 +35,6 @@ class SafetensorsReader(Reader):
         }
         self.infos = layout.infos | {name: layout.infos[first] for name, first in self.ties.items()}
 
-    def read_piece(self, piece: Piece, /) -> Tensor:
+    def read_piece(self, piece: Piece, out: Tensor, /) -> Tensor:
         name = self.ties.get(piece.name, piece.name)
-        return read_piece(self.path, self._stamp, self._offsets[name], self.infos[name].torch_dtype, piece)
+        return read_piece(self.path, self._stamp, self._offsets[name], piece, out)

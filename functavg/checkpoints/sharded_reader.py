@@ -32,8 +32,8 @@ class ShardedReader(Reader):
         self.ties = {name: first for reader in shards.values() for name, first in reader.ties.items()}
         self.metadata = {key: value for reader in shards.values() for key, value in reader.metadata.items()}
 
-    def read_piece(self, piece: Piece, /) -> Tensor:
-        return self._readers[piece.name].read_piece(piece)
+    def read_piece(self, piece: Piece, out: Tensor, /) -> Tensor:
+        return self._readers[piece.name].read_piece(piece, out)
 
 
 def _weight_map(path: Path) -> dict[str, str]:

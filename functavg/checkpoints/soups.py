@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from functavg.checkpoints.averaging import Averaged, PathLike, average, check_weights
+from functavg.checkpoints.averaging import average, check_weights
+from functavg.checkpoints.summing import Averaged, PathLike
 from functavg.checkpoints.writers import check_suffix
-from functavg.checks import check_number
+from functavg.posthoc.soups import check_score
 
 
 def greedy_soup(
@@ -58,7 +59,7 @@ def greedy_soup(
     check_weights(paths, None, True)
     target = Path(output)
     check_suffix(target)
-    scores = [_score(score, Path(path)) for path in paths]
+    scores = [check_score(score(Path(path)), f"score({path})") for path in paths]
     order = sorted((index for index, it in enumerate(scores) if it > -math.inf), key=lambda index: -scores[index])
     if not order:
         raise ValueError(f"one score at least must be above -inf, got {scores}")
@@ -67,14 +68,8 @@ def greedy_soup(
         tried = Path(folder) / f"mean{target.suffix}"
         for index in order[1:]:
             average([paths[each] for each in sorted([*chosen, index])], tried, dtype=dtype, key=key)
-            reached = _score(score, tried)
+            reached = check_score(score(tried), f"score of the mean of files {sorted([*chosen, index])}")
             if reached > best:
                 best = reached
                 chosen.append(index)
     return average([paths[each] for each in sorted(chosen)], target, dtype=dtype, key=key)
-
-
-def _score(score: Callable[[Path], float], path: Path) -> float:
-    """Return a score as a host float, NaN as the worst."""
-    number = check_number(score(path), f"score({path})")
-    return -math.inf if math.isnan(number) else number

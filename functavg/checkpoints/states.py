@@ -14,7 +14,7 @@ from functavg.checkpoints.expressions import parse_rule
 from functavg.checkpoints.opening import open_file
 from functavg.checkpoints.records import VERSION, make_record, record_of
 from functavg.checkpoints.storing import store
-from functavg.rules.base import AveragingRule
+from functavg.rules.base import AveragingRule, check_rule
 from functavg.saving import from_state_dict, to_state_dict
 from functavg.state import AverageState
 
@@ -43,8 +43,7 @@ def save_state(path: str | os.PathLike[str], state: AverageState[Any], rule: Ave
         >>> functavg.checkpoints.load_state(path, {"w": np.zeros(2)})
         AverageState(count=1, average={'w': array([1., 1.])}, memory=())
     """
-    if not isinstance(rule, AveragingRule):
-        raise TypeError(f"rule must be an averaging rule, got {rule!r} of {type(rule).__name__}")
+    check_rule(rule)
     flat = to_state_dict(state)
     numbers = {name: value for name, value in flat.items() if type(value) in (bool, int, float)}
     arrays = {name: value for name, value in flat.items() if name not in numbers}

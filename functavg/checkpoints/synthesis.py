@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from functavg.checkpoints.averaging import Averaged, PathLike, write_sum
 from functavg.checkpoints.errors import CheckpointError
 from functavg.checkpoints.expressions import parse_rule
 from functavg.checkpoints.opening import open_file, open_weights, weights_file
 from functavg.checkpoints.readers import Reader
 from functavg.checkpoints.records import record_of
+from functavg.checkpoints.summing import Averaged, PathLike, write_sum
 from functavg.checkpoints.writers import check_suffix
 from functavg.combinators import Several
 from functavg.posthoc import solve

@@ -39,6 +39,11 @@ class TensorInfo:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
+    @property
+    def is_averaged(self) -> bool:
+        """Whether it is real or complex; others take the value of the newest file."""
+        return self.torch_dtype.is_floating_point or self.torch_dtype.is_complex
+
 
 def info_of(tensor: Tensor) -> TensorInfo:
     """Return dtype and shape of a tensor."""
@@ -79,26 +84,24 @@ class Piece:
     stop: int
 
 
-def read_piece(path: Path, stamp: Stamp, offset: int, dtype: torch.dtype, piece: Piece) -> Tensor:
-    """Return a piece of the tensor at an offset of a file, as a new vector.
+def read_piece(path: Path, stamp: Stamp, offset: int, piece: Piece, out: Tensor) -> Tensor:
+    """Read a piece of the tensor at an offset of a file into a vector, and return that.
 
-    The bytes are read into the tensor: pages of a mapped file would count as memory of this process.
+    It is read and not mapped: pages of a mapped file would count as memory of this process.
 
     Raises:
         CheckpointError: the file is not the one that the stamp was taken of, or ends too early.
     """
-    data = torch.empty(piece.stop - piece.start, dtype=dtype)
-    left = data.view(torch.uint8).numpy().data
+    left = out.view(torch.uint8).numpy().data
     with reading(path), open(path, "rb", buffering=0) as file:
+        file.seek(offset + piece.start * out.itemsize)
+        while left and (count := file.readinto(left)):
+            left = left[count:]
         if Stamp.of(file.fileno()) != stamp:
             raise CheckpointError(f"{path}: the file was changed while it was being read; average files at rest")
-        file.seek(offset + piece.start * dtype.itemsize)
-        while left:
-            count = file.readinto(left)
-            if not count:
-                raise CheckpointError(f"{path}: truncated: {len(left)} bytes of {piece.name!r} are missing")
-            left = left[count:]
-    return data
+        if left:
+            raise CheckpointError(f"{path}: truncated: {len(left)} bytes of {piece.name!r} are missing")
+    return out
 
 
 def write_tensor(file: BinaryIO, tensor: Tensor) -> None:

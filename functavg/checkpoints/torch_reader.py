@@ -77,7 +77,7 @@ class TorchReader(Reader):
             self._stamp = Stamp.of(path)
         tensors, self.around = select(path, load(path), key)
         for name, tensor in tensors.items():
-            _check(path, name, tensor)
+            check_dense(path, name, tensor)
         self.ties = ties_of(tensors)
         self.infos = {name: info_of(tensor) for name, tensor in tensors.items()}
         with reading(path):
@@ -94,14 +94,19 @@ class TorchReader(Reader):
             else:
                 self._offsets[name] = offset
 
-    def read_piece(self, piece: Piece, /) -> Tensor:
+    def read_piece(self, piece: Piece, out: Tensor, /) -> Tensor:
         name = self.ties.get(piece.name, piece.name)
         if name in self._held:
-            return self._held[name].reshape(-1)[piece.start : piece.stop].clone()
-        return read_piece(self.path, self._stamp, self._offsets[name], self.infos[name].torch_dtype, piece)
+            return out.copy_(self._held[name].reshape(-1)[piece.start : piece.stop])
+        return read_piece(self.path, self._stamp, self._offsets[name], piece, out)
 
 
-def _check(path: Path, name: str, tensor: Tensor) -> None:
+def check_dense(path: Path, name: str, tensor: Tensor) -> None:
+    """Refuse a tensor whose elements are not all in one strided memory.
+
+    Raises:
+        CheckpointError: it is sparse, quantized, on the meta device or one shard of a tensor.
+    """
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "quantized" if tensor.is_quantized else "on the meta device" if tensor.is_meta else str(tensor.layout)
         raise CheckpointError(f"{path}: {name!r} is {kind}; expected a dense tensor")

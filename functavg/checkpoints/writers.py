@@ -113,7 +113,8 @@ class TorchWriter(Writer):
         tensors: dict[str, Tensor] = {}
         for name, info in self._infos.items():
             first = self._ties.get(name)
-            tensors[name] = torch.empty(info.shape, dtype=info.torch_dtype) if first is None else tensors[first]
+            new = torch.empty(info.shape, dtype=info.torch_dtype, device="cpu") if first is None else tensors[first]
+            tensors[name] = new
         nest: Any = OrderedDict(tensors | around.among)
         vars(nest).update(around.attributes)
         if not around.keys:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Any
 
 from functavg import trees
@@ -10,7 +11,8 @@ from functavg.checks import check_weight
 from functavg.plan import Apply, Lerp
 from functavg.rules.base import AveragingRule
 from functavg.rules.memory import split_memory
-from functavg.scalars import is_host, where
+from functavg.rules.saved import Saved
+from functavg.scalars import is_host, minimum, where
 from functavg.state import AverageState, Count, PyTree, T
 
 
@@ -43,6 +45,16 @@ class Gate(AveragingRule):
     def init(self, params: T, /, *, dtype: Any = None, device: Any = None) -> AverageState[T]:
         inner = self.rule.init(params, dtype=dtype, device=device)
         return inner._replace(memory=(self.least, inner.memory))
+
+    def resume(self, average: T, count: Count, saved: Saved | None = None, /) -> AverageState[Any]:
+        """Return the state that goes on; what lies behind the gate may have been saved with it or without it."""
+        mine = None if saved is None else saved.written_by(self)
+        inner = self.rule.resume(average, count, saved if mine is None else replace(mine, memory=f"{mine.memory}.1"))
+        own = minimum(0, self.least + count) if mine is None else mine.take(0, f"{mine.memory}.0")
+        return inner._replace(memory=(own, inner.memory))
+
+    def _name_memories(self, place: str = "memory") -> dict[str, AveragingRule]:
+        return {place: self, **self.rule._name_memories(f"{place}.1")}
 
     def plan(self, params: PyTree, state: AverageState[Any], /, steps: Count) -> AverageState[Any]:
         """Return the plan of the inner rule if the gate is open, else the state before."""

@@ -14,6 +14,7 @@ from functavg.combinators.product import Product, Rules
 from functavg.combinators.several import Several
 from functavg.plan import Intention, identities
 from functavg.rules.base import AveragingRule
+from functavg.rules.saved import Saved
 from functavg.state import AverageState, Count, PyTree, T
 
 
@@ -76,6 +77,21 @@ class Partition(Product):
             for label, part in division.split(self.rules, leaves).items()
         }
         return self._join_states(states, division.join(states), states)
+
+    def resume(self, average: T, count: Count, saved: Saved | None = None, /) -> AverageState[Any]:
+        """Return the state that goes on; a label without leaves has averaged nothing."""
+        mine = None if saved is None else saved.written_by(self)
+        leaves, spec = trees.flatten(average)
+        division = self._divide(spec, leaves)
+        division.check_aliases(leaves)
+        states = {}
+        for label, leaves_of in division.split(self.rules, leaves).items():
+            part = saved if mine is None else mine.part(label, mine.average)
+            own = count if label in division.used else 0
+            if mine is not None and part is not None:
+                own = mine.take(own, f"{mine.memory}.{label}.count")
+            states[label] = self.rules[label].resume(leaves_of, own, part)
+        return self._join_states(states, division.join(states), division.used or self.rules)
 
     def plan(self, params: PyTree, state: AverageState[Any], /, steps: Count) -> AverageState[Any]:
         """Return the plans of all rules that have leaves; their averages are joined when the plan is committed."""

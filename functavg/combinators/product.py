@@ -35,6 +35,12 @@ class Product(AveragingRule):
             states[key] = AverageState(match_count(count, state.count), averages[key], memory)
         return states
 
+    def _name_memories(self, place: str = "memory") -> dict[str, AveragingRule]:
+        named: dict[str, AveragingRule] = {place: self}
+        for key, rule in self.rules.items():
+            named |= rule._name_memories(f"{place}.{key}.memory")
+        return named
+
     def _join_states(
         self, states: Mapping[Any, AverageState[Any]], average: PyTree, counting: Iterable[Any]
     ) -> AverageState[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from functavg.combinators.product import Product, Rules
 from functavg.rules.base import AveragingRule
+from functavg.rules.saved import Saved
 from functavg.state import AverageState, Count, PyTree
 
 
@@ -47,6 +48,19 @@ class Several(Product):
 
     def init(self, params: PyTree, /, *, dtype: Any = None, device: Any = None) -> AverageState[Any]:
         states = {name: rule.init(params, dtype=dtype, device=device) for name, rule in self.rules.items()}
+        return self._join_states(states, {name: state.average for name, state in states.items()}, states)
+
+    def resume(self, average: PyTree, count: Count, saved: Saved | None = None, /) -> AverageState[Any]:
+        """Return the state that goes on: each average that was saved from there, the others from ``average``."""
+        mine = None if saved is None else saved.written_by(self)
+        states = {}
+        for name, rule in self.rules.items():
+            part = saved if mine is None else mine.part(name)
+            if mine is None or part is None:
+                states[name] = rule.resume(average, count, part)
+            else:
+                own = mine.take(count, f"{mine.memory}.{name}.count")
+                states[name] = rule.resume(part.take(average, part.average), own, part)
         return self._join_states(states, {name: state.average for name, state in states.items()}, states)
 
     def plan(self, params: PyTree, state: AverageState[Any], /, steps: Count) -> AverageState[Any]:

@@ -29,7 +29,8 @@ def inspect(
     for each in found:
         facts = {"file": each.path, "format": each.format, "average of": each.kind, "count": each.count}
         facts |= {"rule": each.record.get("rule"), "made from": ", ".join(each.record.get("files", [])) or None}
-        show_pairs({name: value for name, value in facts.items() if value is not None} | each.metadata)
+        facts |= {f"metadata {name}": value for name, value in each.metadata.items()}
+        show_pairs({name: value for name, value in facts.items() if value is not None})
         rows = []
         for holding in each.holds:
             dtypes = ", ".join(f"{count} {dtype}" for dtype, count in holding.dtypes.items())

@@ -56,9 +56,8 @@ def posthoc(
         key=key,
         progress=shows_progress(quiet, as_json),
     )
-    assert done.synthesis is not None
-    residual, amplification = done.synthesis.residual, done.synthesis.amplification
-    show_averaged(done, as_json, quiet, residual=residual, amplification=amplification)
+    more = {name: getattr(done.synthesis, name) for name in ("residual", "amplification")}
+    show_averaged(done, as_json, quiet, **more)
 
 
 def _pattern_and_rule(text: str) -> tuple[str, AveragingRule]:

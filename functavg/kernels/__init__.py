@@ -49,6 +49,16 @@ def load(name: str | None) -> Any:
     return _loaded[name]
 
 
+def takes_scalar(leaf: Any, value: Any) -> bool:
+    """Tell whether a leaf can be computed with a 0-d array: of its own library, with numpy of any."""
+    own = kernel_name(leaf)
+    if own == "array_api":
+        return kernel_name(value) == own and leaf.__array_namespace__() is value.__array_namespace__()
+    if getattr(value, "is_meta", False) and not getattr(leaf, "is_meta", False):
+        return False
+    return own != "torch" or kernel_name(value) == own
+
+
 def _find_kernel(kind: type) -> str | None:
     if issubclass(kind, (np.ndarray, np.generic, bool, int, float, complex)):
         return "numpy"

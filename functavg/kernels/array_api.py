@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from functavg.advice import advise
 from functavg.kernels import dtypes, eager_jax
 from functavg.kernels import numpy as host
 from functavg.scalars import is_host
@@ -77,7 +78,9 @@ def _check_leaf(olds: list[Any], new: Any, index: int, name_of: Callable[[int], 
     library = olds[0].__array_namespace__()
     foreign = isinstance(new, _FOREIGN)
     if not foreign and not hasattr(new, "__array_namespace__"):
-        raise TypeError(f"{name_of(index)}: expected an array of {library.__name__}, got {type(new).__name__}")
+        raise TypeError(
+            f"{name_of(index)}: expected an array of {library.__name__}, got {type(new).__name__}{advise(new)}"
+        )
     reason = host.refusal(new) if foreign else refusal(new)
     if reason is not None:
         raise TypeError(f"{name_of(index)}: expected an array of numbers, got {reason}")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from functavg.advice import advise
 from functavg.kernels import dtypes, memory
 from functavg.state import Count, Weight
 
@@ -99,7 +100,9 @@ def prepare(
     arrays = []
     for index, new in enumerate(news):
         if not isinstance(new, (np.ndarray, np.generic, bool, int, float, complex)):
-            raise TypeError(f"{name_of(index)}: expected a numpy array or a number, got {type(new).__name__}")
+            raise TypeError(
+                f"{name_of(index)}: expected a numpy array or a number, got {type(new).__name__}{advise(new)}"
+            )
         reason = refusal(new)
         if reason is not None:
             raise TypeError(f"{name_of(index)}: expected an array of numbers, got {reason}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,21 +17,26 @@ from functavg import trees
 from functavg.combinators import Every, SkipNonFinite
 from functavg.nn import buffers, pairing
 from functavg.nn.attaching import Attachment, attach
-from functavg.nn.beside import Beside
-from functavg.nn.copying import copy_model
-from functavg.nn.counting import HostCount
-from functavg.nn.derived import drop_derived_values
-from functavg.nn.master_copies import MasterCopies
-from functavg.nn.overwriting import overwrite_
+from functavg.nn.copying import copy_model, overwrite_
+from functavg.nn.functions import rule_of, sort_ways
+from functavg.nn.held_state import HeldState
+from functavg.nn.modes import unmerged
 from functavg.nn.saving import SavedAverage
-from functavg.nn.writing import exchange, write
+from functavg.nn.sharing import Share, find_parameters, hidden, name_shared, warn_of_move
+from functavg.nn.writing import drop_derived_values, exchange, write
 from functavg.plan import Lerp, check_plan
 from functavg.rules.base import AveragingRule, WeightRule, plan_update
 from functavg.rules.functions import AvgFn
 from functavg.rules.swa import SWA
+from functavg.scalars import is_host
 from functavg.state import AverageState, Count
 
 M = TypeVar("M", bound=Module)
+
+_LOST = (
+    "weights were written there while it has averaged nothing (n_averaged is 0). To go on from them, load them as an "
+    "average: averaged.load_state_dict({'module.' + name: value for name, value in weights.items()}, strict=False)"
+)
 
 
 class AveragedModel(SavedAverage):
@@ -48,13 +54,19 @@ class AveragedModel(SavedAverage):
         multi_avg_fn: ``fn(averaged_list, current_list, n_averaged)`` for many parameters in place.
         use_buffers: whether real and complex buffers are averaged too, or ``f(name, buffer) -> bool``. Others are
             copied from the model at each update. Default: ``False``.
-        rule: the rule to average by. Default: ``SWA()``, the equal mean.
+        rule: the rule to average by; one in the place of ``device``, ``avg_fn`` or ``multi_avg_fn`` is taken for it.
+            Default: ``SWA()``, the equal mean.
         module: a ready copy of the model to hold the average, such as a sharded one; it is overwritten.
         dtype: dtype that the average is held in. Default: that of the parameters, at least float32.
+        share: ``share(name, tensor) -> bool`` tells which tensors of the average are the model's own, such as those of
+            a frozen base: they take no memory and are not averaged. Where such a tensor is trained all the same, the
+            average follows it. Running statistics, which a forward writes to, are never shared. Default: none, but
+            frozen ones that ``module`` has in common with the model.
 
     Raises:
         AssertionError: more than one of ``avg_fn``, ``multi_avg_fn`` and ``rule`` was given.
         TypeError: the model cannot be averaged (FSDP1, uninitialised parameters) or copied, or ``rule`` is none.
+        ValueError: there is no such device, or a shared tensor is on another one.
 
     Example:
         >>> import functavg, torch
@@ -80,46 +92,40 @@ class AveragedModel(SavedAverage):
         rule: AveragingRule | None = None,
         module: Module | None = None,
         dtype: torch.dtype | str | None = None,
+        share: Share | None = None,
     ) -> None:
         Module.__init__(self)
-        if callable(device):  # torch's documentation passes a multi_avg_fn in this place
-            if multi_avg_fn is not None:
-                raise AssertionError("two multi_avg_fn were given: by name, and in the place of device")
-            device, multi_avg_fn = None, device
-        if sum(given is not None for given in (avg_fn, multi_avg_fn, rule)) > 1:
-            raise AssertionError("Only one of avg_fn, multi_avg_fn and rule should be provided")
-        if rule is not None and not isinstance(rule, AveragingRule):
-            raise TypeError(f"rule must be an AveragingRule such as functavg.EMA(0.999), got {rule!r}")
+        device, avg_fn, multi_avg_fn, rule = sort_ways(device, avg_fn, multi_avg_fn, rule)
+        buffers.check_use_buffers(use_buffers)
         self.avg_fn = avg_fn
         self.multi_avg_fn = multi_avg_fn
         self.use_buffers = use_buffers
         self._rule = rule
-        self._masters = MasterCopies(dtype)
-        self._count = HostCount()
+        self._held = HeldState(dtype)
         with torch.inference_mode(False), torch.no_grad():
-            self.module = copy_model(model, device) if module is None else overwrite_(module, model)
-            if module is not None and device is not None:
-                self.module = self.module.to(device)
-            self._masters.narrow(self._averaged().values())
-            self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.int64, device=device))
-        self._beside = Beside(self.rule, self._masters.get_named(self._averaged()))
+            if module is None:
+                self.module = copy_model(model, device, share)
+            else:
+                self.module = overwrite_(module, model, device, share)
+            if share is not None or module is not None:
+                self._shared = name_shared(self.module, model)
+            self._held.masters.narrow(self._averaged().values())
+            self.register_buffer("n_averaged", _make_count(device, self.module))
+        self._held.init_(self.rule, self._averaged())
         self._hook_saving()
 
     @property
     def rule(self) -> AveragingRule:
         """The rule that updates follow: that of ``multi_avg_fn`` or ``avg_fn``, else the one given, else ``SWA()``."""
         fn = self.avg_fn if self.multi_avg_fn is None else self.multi_avg_fn
-        own = self._rule if fn is None else getattr(fn, "rule", None)
-        if isinstance(own, AveragingRule):
-            return own
         if fn is None:
-            return SWA()
-        return AvgFn(fn, grouped=self.multi_avg_fn is not None)
+            return SWA() if self._rule is None else self._rule
+        return rule_of(fn, grouped=self.multi_avg_fn is not None)
 
     @property
     def state(self) -> AverageState[Any]:
         """The state behind the module: the count, the averages by name (not copies) and the memory of the rule."""
-        return self._beside.state(self._count.read(self.n_averaged), self._values())
+        return self._held.state(self._held.read_count(self.n_averaged), self._values())
 
     def extra_repr(self) -> str:
         """Show the rule."""
@@ -137,14 +143,27 @@ class AveragedModel(SavedAverage):
         Raises:
             TypeError, ValueError: the model does not fit; the message names the parameters. Nothing was changed then.
         """
-        pairs = pairing.pair(self.module, model)
-        copies = buffers.split_buffers(pairs, self.use_buffers)
-        rule = self.rule
-        masters = self._masters.get(pairs.averages)
+        pairing.check_module(model, "update_parameters(model)")
+        pairs, copies, strays = self._pair(model)
+        if pairs.may_be_merged:
+            with unmerged(self.module, model):
+                pairs, copies, strays = self._pair(model)
+                if self._held.read_count(self.n_averaged) == 0:  # weights that were merged are not lost
+                    self._held.mark_start(pairs.averages)
+                self._update(pairs, copies, strays, steps)
+        else:
+            self._update(pairs, copies, strays, steps)
+
+    def _update(self, pairs: pairing.Pairs, copies: buffers.Copies, strays: list[Any], steps: Count) -> None:
+        """Average in what was paired."""
+        rule, held = self.rule, self._held
+        masters = held.masters.get(pairs.averages)
         as_tree = _as_list if _is_blind_to_names(rule) else _as_dict
         averages = as_tree(masters, pairs)
-        before = self._beside.state(self._count.read(self.n_averaged), averages)
+        before = held.state(held.read_count(self.n_averaged), averages)
         plan = plan_update(rule, as_tree(pairs.news, pairs), before, steps)
+        if before.count == 0:
+            self._warn_of_lost_weights(plan.average, pairs.averages)
         step = plan.average
         rounds = masters is not pairs.averages and isinstance(step, Lerp) and step.old is averages
         if rounds:
@@ -153,12 +172,16 @@ class AveragedModel(SavedAverage):
         commit_buffers = buffers.check_copies(copies, self._device)
         after = commit()
         commit_buffers()
-        self._beside.keep(after)
+        for mine, theirs, name in strays:  # what is shared was replaced in the model, or the average was copied
+            mine[name] = theirs[name]
+        held.keep(after)
         self._set_count(after.count)
         if rounds or step is averages:
-            self._masters.keep(pairs.averages, masters)
+            held.masters.keep(pairs.averages, masters)
         elif masters is not pairs.averages:
-            self._masters.write_(pairs.averages, masters)
+            held.masters.write_(pairs.averages, masters)
+        if before.count == 0:
+            held.mark_start(() if after.count else pairs.averages)
         drop_derived_values()
 
     def attach(self, optimizer: Optimizer | Iterable[Optimizer], model: Module) -> Attachment:
@@ -202,8 +225,13 @@ class AveragedModel(SavedAverage):
         Raises:
             TypeError, ValueError: the model does not have these tensors; nothing was written.
         """
-        if self._count.read(self.n_averaged) > 0:
-            write(model, self._masters.get_named(dict(pairing.tensors(self.module))))
+        pairing.check_module(model, "copy_to(model)")
+        if self._has_average("copy_to"):
+            with unmerged(self.module, model):
+                values, theirs = dict(pairing.tensors(self.module)), dict(pairing.tensors(model))
+                shared = {name: values.pop(name) for name in self._shared if name in values}
+                others = {name: tensor for name, tensor in shared.items() if theirs.get(name) is not tensor}
+                write(model, self._held.masters.get_named(values) | others)
 
     def swapped(self, model: M, *, backup_device: int | str | torch.device | None = None) -> AbstractContextManager[M]:
         """Compute with the average inside a ``with`` block, as ``functavg.swapped(model, averaged)`` does.
@@ -215,26 +243,43 @@ class AveragedModel(SavedAverage):
         Returns:
             A context manager that yields the model.
         """
-        return exchange(model, self._swap_values(), backup_device)
+        read = self._values if self._has_average("swapped") else dict
+        return exchange(model, read, backup_device, [self.module])
 
-    def _swap_values(self) -> dict[str, Tensor]:
-        """Return what a swap writes into a model: the averages by name, not copies; nothing at count 0."""
-        return self._values() if self._count.read(self.n_averaged) > 0 else {}
+    def _has_average(self, name: str) -> bool:
+        """Tell whether anything was averaged; warn of weights that stand in its place."""
+        if self._held.read_count(self.n_averaged) > 0:
+            return True
+        pairs, _, _ = self._pair(self.module)
+        if not pairs.may_be_merged and self._held.were_written(pairs.averages):
+            warnings.warn(f"{name} leaves the model as it is: {_LOST}", stacklevel=3)
+        return False
+
+    def _warn_of_lost_weights(self, step: Any, averages: list[Tensor]) -> None:
+        """Warn where the first update replaces weights that somebody put into the module."""
+        copies = [leaf for leaf in trees.flatten(step)[0] if isinstance(leaf, Lerp)]
+        if any(is_host(copy.weight) and copy.weight == 1 for copy in copies) and self._held.were_written(averages):
+            warnings.warn(f"this update replaces the weights of averaged.module: {_LOST}", stacklevel=4)
 
     def _values(self) -> dict[str, Tensor]:
         """Return the values of the average by name, of the first where there are several; they are not copies."""
-        values = self._masters.get_named(self._averaged())
+        values = self._held.masters.get_named(self._averaged())
         distinct = {id(value): value.detach() for value in values.values()}  # what is tied stays tied
         return {name: distinct[id(value)] for name, value in values.items()}
 
     def _averaged(self) -> dict[str, Tensor]:
         """Return the tensors that are averaged, by name."""
-        pairs = pairing.pair(self.module, self.module)
-        buffers.split_buffers(pairs, self.use_buffers)
+        pairs, _, _ = self._pair(self.module)
         return _as_dict(pairs.averages, pairs)
 
+    def _pair(self, model: Module) -> tuple[pairing.Pairs, buffers.Copies, list[Any]]:
+        """Return what is averaged of a model, what is copied, and which shared tensors are other ones by now."""
+        pairs = pairing.pair(self.module, model)
+        strays = pairs.leave_out(self._shared) if self._shared else []
+        return pairs, buffers.split_buffers(pairs, self.use_buffers), strays
+
     def _set_count(self, count: Count) -> None:
-        buffer = self._count.write(self.n_averaged, count)
+        buffer = self._held.write_count(self.n_averaged, count)
         if buffer is not self.n_averaged:
             self.n_averaged = buffer
 
@@ -248,28 +293,46 @@ class AveragedModel(SavedAverage):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AveragedModel:
         """Move or convert, as all of ``to``, ``half``, ``cuda`` and ``share_memory`` do.
 
-        What becomes low precision keeps its value beside it, what becomes wide takes that value back.
+        What becomes low precision keeps its value beside it, what becomes wide takes that value back. Shared parameters
+        stay as they are, with a warning where they would change.
         """
-        tensors = self._averaged()
+        held, tensors = self._held, self._averaged()
         before = {
-            name: (tensors[name].dtype, value.detach()) for name, value in self._masters.get_named(tensors).items()
+            name: (tensors[name].dtype, value.detach()) for name, value in held.masters.get_named(tensors).items()
         }
-        count = self._count.read(self.n_averaged)
+        count = held.read_count(self.n_averaged)
+        was_written = held.were_written(list(tensors.values()))
+        shared = find_parameters(self.module, self._shared)
         with torch.inference_mode(False), torch.no_grad():
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-            self._masters.move(self._averaged(), before, fn)
-            self._beside.map_tensors(fn)
+            with hidden(self.module, shared):
+                super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            if shared:
+                warn_of_move(shared.values(), fn)
+            tensors = self._averaged()
+            held.masters.move(tensors, before, fn)
+            held.map_tensors(fn)
+        if not was_written:
+            held.mark_start(() if count else tensors.values())
         # Whatever fn does to values, the count stays what it was.
-        self.n_averaged = self._count.write(self.n_averaged.to(torch.int64), count)
+        self.n_averaged = held.write_count(self.n_averaged.to(torch.int64), count)
         return self
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> AveragedModel:
         """Move without copying values; nothing is averaged then, and the count is 0."""
         super().to_empty(device=device, recurse=recurse)
-        self._masters.clear()
-        self._beside = Beside(self.rule, self._masters.get_named(self._averaged()))
-        self.n_averaged = self._count.write(self.n_averaged, 0)
+        self._held = HeldState(self._held.masters.dtype)
+        self._held.init_(self.rule, self._averaged())
+        self._held.mark_start(())  # whatever is written there now is better than nothing
+        self.n_averaged = self._held.write_count(self.n_averaged, 0)
         return self
+
+
+def _make_count(device: Any, module: Module) -> Tensor:
+    """Return a count of 0, on the CPU where the default device is meta and the module has values."""
+    count = torch.tensor(0, dtype=torch.int64, device=device)
+    if device is None and count.is_meta and not all(tensor.is_meta for _, tensor in pairing.tensors(module)):
+        return torch.tensor(0, dtype=torch.int64, device="cpu")
+    return count
 
 
 def _is_blind_to_names(rule: AveragingRule) -> bool:

@@ -14,10 +14,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from functavg.nn import ranks
 from functavg.nn.batches import run_model
-from functavg.nn.derived import drop_derived_values
 from functavg.nn.estimating import combine_, estimate_statistics
 from functavg.nn.norms import check_unscripted, find_norms, watch_statistics
-from functavg.nn.pairing import unwrap
+from functavg.nn.pairing import check_module, unwrap
+from functavg.nn.writing import drop_derived_values
 from functavg.progress import Progress, check_progress, track
 from functavg.trees import some
 
@@ -83,8 +83,7 @@ def update_bn(
 
     Source: torch.optim.swa_utils.update_bn, which weighs batches alike.
     """
-    if not isinstance(model, Module):
-        raise TypeError(f"update_bn(loader, model): model must be a torch.nn.Module, got {type(model).__name__}")
+    check_module(model, "update_bn(loader, model)")
     check_progress(progress)
     norms = find_norms(model)
     if not norms:

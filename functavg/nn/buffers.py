@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from functavg.kernels.torch.groups import PLAIN, kind_of, refusal
 from functavg.nn.pairing import ABSENT, Pairs, is_averageable
 from functavg.plan import Lerp, check_plan
+from functavg.rules.base import AveragingRule, is_rule_class
 from functavg.trees import NamedList
 
 UseBuffers = bool | Callable[[str, Tensor], bool]
@@ -31,6 +32,14 @@ class Copies:
     replaced: list[tuple[str, Module, Module]] = field(default_factory=list)
     spell: Callable[[], list[str]] = list
     """Returns the names of the averages."""
+
+
+def check_use_buffers(use_buffers: Any) -> None:
+    """Raise a TypeError where a rule stands in the place of ``use_buffers``, which takes any value for a truth."""
+    if isinstance(use_buffers, AveragingRule) or is_rule_class(use_buffers):
+        raise TypeError(
+            f"use_buffers must be a bool or a function f(name, buffer), got {use_buffers!r}; pass it as rule="
+        )
 
 
 def split_buffers(pairs: Pairs, use_buffers: UseBuffers) -> Copies:

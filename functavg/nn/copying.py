@@ -1,4 +1,4 @@
-"""Copies a model to start an average from: its tensors, and not the world that hangs on them."""
+"""Copies a model, or its values into a ready copy, to start an average from; not the world that hangs on it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from functavg.kernels.torch.groups import is_partitioned
-from functavg.nn.pairing import tensors, unwrap
+from functavg.kernels.torch.memory import identities
+from functavg.nn.modes import unmerged
+from functavg.nn.pairing import is_sharded, tensors, unwrap
 from functavg.nn.resisting import find_device, find_resisting, is_out_of_memory
-
-Share = Callable[[str, Tensor], bool]
+from functavg.nn.sharing import Share, check_device, find_shared, hidden
+from functavg.nn.writing import write
+from functavg.trees import some
 
 
 def copy_model(model: Module, device: Any = None, share: Share | None = None) -> Module:
@@ -34,17 +37,23 @@ def copy_model(model: Module, device: Any = None, share: Share | None = None) ->
     Raises:
         ValueError: there is no such device, or a shared tensor is on another one.
         RuntimeError: the device is not available. Where memory runs out, the error is that of the allocator.
-        TypeError: a parameter is not initialised yet or not here, or a module cannot be copied; the message names it.
+        TypeError: a parameter is not initialised yet or not here, the model is sharded by FSDP2, or a module cannot be
+            copied; the message names it.
     """
     if not isinstance(model, Module):
         raise TypeError(f"model must be the torch.nn.Module to average, got {type(model).__name__}")
     target = find_device(device)
     model = unwrap(model)
-    shared = _find_shared(model, target, share)
+    if any(map(is_sharded, model.modules())):
+        raise TypeError(
+            "cannot copy what fully_shard has sharded; pass a ready copy of the model, sharded alike, as module="
+        )
+    shared = find_shared(model, share)
+    check_device(model, target, shared)
     for name, tensor in tensors(model):
         if id(tensor) not in shared:
             _check_copyable(name, tensor)
-    with torch.inference_mode(False), torch.no_grad(), _PlainCopies(target):
+    with torch.inference_mode(False), torch.no_grad(), _PlainCopies(target) as copies:
         try:
             memo = _make_memo(shared)
             _copy_wrapped(model, memo)
@@ -52,13 +61,17 @@ def copy_model(model: Module, device: Any = None, share: Share | None = None) ->
         except Exception as error:
             if is_out_of_memory(error):
                 raise
+            copies.forget()
             where = find_resisting(model, shared) or f"the model ({type(model).__name__}): {error}"
             raise TypeError(
                 f"cannot copy {where}. Give it a __deepcopy__, remove what resists, or pass a ready copy of the model "
                 "as module="
             ) from error
     _separate_parametrizations(copied)
-    return copied if device is None else _move(copied, target, shared)
+    if device is not None:  # where its tensors are by now, but there may be more to a module
+        with hidden(copied, shared):
+            copied = copied.to(target)
+    return copied
 
 
 def _check_copyable(name: str, tensor: Tensor) -> None:
@@ -69,24 +82,6 @@ def _check_copyable(name: str, tensor: Tensor) -> None:
             f"{name} is a placeholder of size 0, since an engine has partitioned it away; gather it first, or "
             "shard the model by torch.distributed.fsdp.fully_shard"
         )
-
-
-def _find_shared(model: Module, target: torch.device | None, share: Share | None) -> dict[int, Tensor]:
-    """Return the tensors to share, by identity."""
-    if share is None:
-        return {}
-    if not callable(share):
-        raise TypeError(f"share must be a function share(name, tensor) -> bool, got {share!r}")
-    shared = {}
-    for name, tensor in tensors(model):
-        if share(name, tensor):
-            if target is not None and tensor.device != target:
-                raise ValueError(
-                    f"{name} is to be shared with the model and is on {tensor.device}, not on device={target}. "
-                    "Share it where it is, or copy it"
-                )
-            shared[id(tensor)] = tensor
-    return shared
 
 
 def _make_memo(shared: dict[int, Tensor]) -> dict[int, Any]:
@@ -120,17 +115,59 @@ def _separate_parametrizations(module: Module) -> None:
                 parametrize._inject_property(part, name)
 
 
-def _move(module: Module, device: torch.device | None, shared: dict[int, Tensor]) -> Module:
-    """Move a module whose tensors were copied to a device: there may be more to it. Shared tensors look away."""
-    stores: list[Any] = [store for part in module.modules() for store in (part._parameters, part._buffers)]
-    hidden = [(store, name, tensor) for store in stores for name, tensor in store.items() if id(tensor) in shared]
-    for store, name, _ in hidden:
-        store[name] = None
-    try:
-        return module.to(device)
-    finally:
-        for store, name, tensor in hidden:
-            store[name] = tensor
+def overwrite_(module: Module, model: Module, device: Any = None, share: Share | None = None) -> Module:
+    """Give a ready copy of a model the model's values; return it without its wrappers.
+
+    Args:
+        module: the copy. Tensors that require no gradient, and those that ``share`` tells, may be those of the model
+            under the same name; they are left alone.
+        model: the model.
+        device: where the copy goes. Default: where it is.
+        share: as for ``copy_model``. Default: none.
+
+    Raises:
+        TypeError, ValueError: it is no copy of the model, or shares other memory with it, or what it shares is not on
+            the device; nothing was written.
+        RuntimeError: the device is not available.
+    """
+    if not isinstance(module, Module):
+        raise TypeError(f"module= must be a ready copy of the model, a torch.nn.Module, got {type(module).__name__}")
+    mine, theirs = dict(tensors(module)), dict(tensors(model))
+    marks = list(identities([*mine.values(), *theirs.values()]))
+    taken = set(marks[len(mine) :])
+    shared = {
+        name
+        for name, tensor in mine.items()
+        if theirs.get(name) is tensor and (not tensor.requires_grad or (share is not None and share(name, tensor)))
+    }
+    aliased = [name for name, mark in zip(mine, marks, strict=False) if name not in shared and mark in taken]
+    if aliased or unwrap(module) is unwrap(model):
+        raise ValueError(
+            f"module= shares {some(aliased or list(mine))} with the model, whose training an average would overwrite. "
+            "Pass a second model, such as copy.deepcopy(model)"
+        )
+    target, own = find_device(device), {id(mine[name]) for name in shared}
+    check_device(module, target, own)
+    with unmerged(module, model):
+        write(module, {name: tensor for name, tensor in tensors(model) if name not in shared})
+    module = _unwrap_parts(module, set(model.modules()))
+    if device is None:
+        return module
+    with hidden(module, own):
+        return module.to(target)
+
+
+def _unwrap_parts(module: Module, others: set[Module]) -> Module:
+    """Return a module without its wrappers, and take off those inside it, but not inside other modules."""
+    for part in set(module.modules()) - others:
+        for name, child in part._modules.items():
+            if child is not None:
+                part._modules[name] = _unwrap_unless_sharded(child)
+    return _unwrap_unless_sharded(module)
+
+
+def _unwrap_unless_sharded(module: Module) -> Module:
+    return module if is_sharded(module) else unwrap(module)  # the hooks of a sharded wrapper gather what it holds
 
 
 class _PlainCopies(TorchFunctionMode):
@@ -162,12 +199,27 @@ class _PlainCopies(TorchFunctionMode):
                 plain = self._cloned(tensor.detach())
                 memo[id(tensor)] = plain.requires_grad_(tensor.is_leaf and tensor.requires_grad)
                 return memo[id(tensor)]
+            try:
+                return func(*args, **(kwargs or {}))
+            except RuntimeError as error:  # of a subclass that has no copying of its own; a clone may do
+                if is_out_of_memory(error):
+                    raise
+                plain = self._cloned(tensor.detach())
+                if type(plain) is not type(tensor):
+                    raise
+                vars(plain).update(copy.deepcopy(vars(tensor), memo))
+                memo[id(tensor)] = plain.requires_grad_(tensor.requires_grad)
+                return plain
         if func is Tensor.clone:  # as the copy of a Parameter does
             return self._cloned(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _cloned(self, tensor: Tensor, **options: Any) -> Tensor:
         return tensor.clone(**options) if self._device is None else tensor.to(self._device, copy=True, **options)
+
+    def forget(self) -> None:
+        """Forget what was copied before."""
+        self._memories.clear()
 
     def _is_view(self, tensor: Tensor) -> bool:
         """Tell whether another tensor over the same memory was copied before."""

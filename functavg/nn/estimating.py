@@ -67,14 +67,14 @@ class Estimate:
         if isinstance(self.norm, SyncBatchNorm):  # a batch of it is counted on each rank of its group
             batches /= distributed.get_world_size(self.norm.process_group)
         statistics = [self.averages.get(name, getattr(self.norm, name)).double() * self.count for name in STATISTICS]
-        return [torch.tensor([self.count, batches], dtype=torch.float64), *statistics]
+        return [torch.tensor([self.count, batches], dtype=torch.float64, device="cpu"), *statistics]
 
     def take_sums(self, counts: Tensor, *sums: Tensor) -> None:
         """Take the sums over all ranks for its own."""
         self.count, batches = map(round, counts.tolist())
         if self.count > 0:
             self.averages = {name: total / self.count for name, total in zip(STATISTICS, sums, strict=True)}
-            self.averages[_COUNTER] = torch.tensor(batches)
+            self.averages[_COUNTER] = torch.tensor(batches, device="cpu")
 
 
 @contextmanager

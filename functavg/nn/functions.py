@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 from functavg.checks import check_decay
 from functavg.functional import lerp
-from functavg.rules.base import WeightRule
+from functavg.rules.base import AveragingRule, WeightRule, check_rule, is_rule_class
 from functavg.rules.ema import EMA
+from functavg.rules.functions import AvgFn
 from functavg.rules.swa import SWA
 from functavg.scalars import lift
 from functavg.state import Weight
@@ -36,6 +39,45 @@ class RuleMultiAvgFn:
     def __call__(self, averaged: Sequence[Tensor], current: Sequence[Tensor], num_averaged: Tensor | int) -> None:
         """Write ``averaged + weight * (current - averaged)`` into ``averaged``."""
         lerp(list(averaged), list(current), _weight(self.rule, num_averaged), inplace=True)
+
+
+def rule_of(fn: Any, grouped: bool) -> AveragingRule:
+    """Return the rule of an averaging function of torch's kind.
+
+    Args:
+        fn: a function that carries its ``rule``, any other, or a rule itself.
+        grouped: whether it takes many tensors and works in place.
+    """
+    if is_rule_class(fn):
+        check_rule(fn)
+    own = fn if isinstance(fn, AveragingRule) else getattr(fn, "rule", None)
+    return own if isinstance(own, AveragingRule) else AvgFn(fn, grouped=grouped)
+
+
+def sort_ways(device: Any, avg_fn: Any, multi_avg_fn: Any, rule: Any) -> tuple[Any, Any, Any, AveragingRule | None]:
+    """Return these arguments of an AveragedModel, with what stands in the place of another one in its own.
+
+    That is a rule in the place of the device or of a function, and a multi_avg_fn in the place of the device, where
+    torch's documentation passes one.
+
+    Raises:
+        AssertionError: more than one way to average was given.
+        TypeError: the device is a module, or the rule is none or the class of one.
+    """
+    if isinstance(device, Module):
+        raise TypeError(
+            f"device must be a device, got a {type(device).__name__}. The model comes first; its ready copy is module="
+        )
+    if isinstance(device, AveragingRule) or callable(device):
+        if multi_avg_fn is not None:
+            raise AssertionError("two ways to average were given: multi_avg_fn, and another in the place of device")
+        device, multi_avg_fn = None, device
+    if sum(given is not None for given in (avg_fn, multi_avg_fn, rule)) > 1:
+        raise AssertionError("Only one of avg_fn, multi_avg_fn and rule should be provided")
+    fn = avg_fn if multi_avg_fn is None else multi_avg_fn
+    if isinstance(fn, AveragingRule) or is_rule_class(fn):
+        avg_fn, multi_avg_fn, rule = None, None, fn
+    return device, avg_fn, multi_avg_fn, None if rule is None else check_rule(rule)
 
 
 def _weight(rule: WeightRule, num_averaged: Tensor | int) -> Weight:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from itertools import compress
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
+from functavg.nn.modes import overrides_train
 from functavg.trees import some
 
 # Wrappers by module and class, so that nothing is imported to recognise them, with the attribute that holds the model.
@@ -26,6 +28,12 @@ _SPECTRAL_NORM_HOOK = ("torch.nn.utils.spectral_norm", "SpectralNorm")
 
 ABSENT = object()
 """In the place of a buffer that is not registered; one registered as None is None."""
+
+
+def check_module(value: Any, call: str) -> None:
+    """Raise a TypeError unless ``value``, the model in ``call``, is a module."""
+    if not isinstance(value, Module):
+        raise TypeError(f"{call}: model must be a torch.nn.Module, got {type(value).__name__}")
 
 
 def unwrap(module: Module) -> Module:
@@ -58,7 +66,7 @@ def _wrapped_attribute(kind: type) -> str | None:
 
 @functools.lru_cache(1024)
 def _is_special(kind: type) -> bool:
-    """Tell whether modules of this class have to be unwrapped or resharded before their parameters are read."""
+    """Tell whether modules of this class have to be unwrapped or resharded before their tensors are read."""
     return _is_subclass(kind, _FSDP2) or _wrapped_attribute(kind) is not None
 
 
@@ -67,14 +75,19 @@ def reshard(model: Module) -> None:
     if sys.modules.get(_FSDP2[0]) is None:
         return
     for module in model.modules():
-        if _is_instance(module, _FSDP2):
+        if is_sharded(module):
             module.reshard()  # type: ignore[operator]
+
+
+def is_sharded(module: Module) -> bool:
+    """Tell whether a module is one that FSDP2 has sharded."""
+    return _is_instance(module, _FSDP2)
 
 
 def _open(module: Module) -> Module:
     """Return the model inside all wrappers, resharded on every level."""
     while True:
-        if _is_instance(module, _FSDP2):
+        if is_sharded(module):
             module.reshard()  # type: ignore[operator]
         kind: Any = type(module)
         attribute = _wrapped_attribute(kind)
@@ -91,6 +104,7 @@ class Pairs:
         news: those of the model, in the same order.
         buffers: the buffers of the average that the model has by name, None where one is None, ``ABSENT`` for others.
         new_buffers: those of the model, in the same order.
+        may_be_merged: whether modules are in eval mode that may have merged weights then (see ``modes.unmerged``).
     """
 
     def __init__(self) -> None:
@@ -98,10 +112,12 @@ class Pairs:
         self.news: list[Any] = []
         self.buffers: list[Any] = []
         self.new_buffers: list[Any] = []
+        self.may_be_merged = False
         self._parameter_spans: list[_Span] = []
         self._buffer_spans: list[_Span] = []
         self._unpaired: list[tuple[_Node, Any, Any]] = []
         self._kept: list[int] | None = None  # which parameters are not None in both; None: all
+        self._kept_buffers: list[int] | None = None
         self._averaged_buffers: list[int] = []
 
     def names(self) -> list[str]:
@@ -116,13 +132,35 @@ class Pairs:
 
     def buffer_owners(self) -> list[tuple[str, Module, Module]]:
         """Return the name of each buffer, and the two modules that hold it."""
-        return _spell(self._buffer_spans)
+        owners = _spell(self._buffer_spans)
+        return owners if self._kept_buffers is None else [owners[index] for index in self._kept_buffers]
 
     def average_buffers(self, indices: list[int]) -> None:
         """Count these buffers among the tensors that are averaged, behind the parameters."""
         self._averaged_buffers = indices
         self.averages += [self.buffers[index] for index in indices]
         self.news += [self.new_buffers[index] for index in indices]
+
+    def leave_out(self, names: Collection[str]) -> list[tuple[Any, Any, str]]:
+        """Leave out tensors by name; return where the average holds another tensor than the model.
+
+        Returns:
+            The store of the average, the store of the model and the name in it, for each of these tensors.
+        """
+        parameters, buffers = _spell(self._parameter_spans), _spell(self._buffer_spans)
+        kept = list(range(len(parameters))) if self._kept is None else self._kept
+        stay = [parameters[index][0] not in names for index in kept]
+        self._kept = list(compress(kept, stay))
+        self.averages, self.news = list(compress(self.averages, stay)), list(compress(self.news, stay))
+        stay = [name not in names for name, _, _ in buffers]
+        self._kept_buffers = list(compress(range(len(buffers)), stay))
+        self.buffers, self.new_buffers = list(compress(self.buffers, stay)), list(compress(self.new_buffers, stay))
+        stores: list[tuple[str, Any, Any]] = [
+            (name, module._parameters, other._parameters) for name, module, other in parameters
+        ]
+        stores += [(name, module._buffers, other._buffers) for name, module, other in buffers]
+        found = [(mine, theirs, name.rpartition(".")[2]) for name, mine, theirs in stores if name in names]
+        return [(mine, theirs, key) for mine, theirs, key in found if mine.get(key) is not theirs.get(key)]
 
     def drop_none(self) -> None:
         """Leave out parameters that are None in both.
@@ -180,7 +218,9 @@ def pair(average: Module, model: Module) -> Pairs:
         if type(module) not in ordinary or type(other) not in ordinary:
             module, other = _open(module), _open(other)
             kinds: set[Any] = {type(module), type(other)}
-            ordinary |= {kind for kind in kinds if not _is_special(kind)}
+            may_merge = list(filter(overrides_train, (module, other)))
+            pairs.may_be_merged |= not all(it.training for it in may_merge)
+            ordinary |= {kind for kind in kinds if not _is_special(kind)} - set(map(type, may_merge))
         pair = (id(module), id(other))
         if pair in seen:
             continue
@@ -236,8 +276,11 @@ def _prefix(node: _Node | None) -> str:
 
 
 def tensors(model: Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield all parameters and buffers of a model by name, those that are shared under each of their names."""
-    return _tensors(unwrap(model), "")
+    """Yield all parameters and buffers of a model by name, those that are tied under each of their names.
+
+    FSDP2 modules are resharded on the way.
+    """
+    return _tensors(model, "")
 
 
 def as_dict(store: Any) -> dict[str, Any]:
@@ -252,22 +295,28 @@ def is_averageable(name: str, module: Module, buffer: Tensor) -> bool:
     """
     if not (buffer.is_floating_point() or buffer.is_complex()):
         return False
+    return not is_spectral_vector(name, module)
+
+
+def is_spectral_vector(name: str, module: Module) -> bool:
+    """Tell whether a buffer is a vector of a spectral norm, which a forward in training mode writes to."""
     if _is_instance(module, _SPECTRAL_NORM):
-        return name not in ("_u", "_v")
-    return not any(
+        return name in ("_u", "_v")
+    return any(
         _is_instance(hook, _SPECTRAL_NORM_HOOK) and name in (f"{hook.name}_u", f"{hook.name}_v")  # type: ignore[attr-defined]
         for hook in module._forward_pre_hooks.values()
     )
 
 
 def _tensors(module: Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    module = _open(module)
     for store in (module._parameters, module._buffers):
         for name, tensor in store.items():
             if tensor is not None:
                 yield prefix + name, tensor
     for name, child in module._modules.items():
         if child is not None:
-            yield from _tensors(unwrap(child), f"{prefix}{name}.")
+            yield from _tensors(child, f"{prefix}{name}.")
 
 
 def _parameter_names(module: Module | None, prefix: str) -> list[str]:

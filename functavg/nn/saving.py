@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel as TorchAveragedModel
 
-from functavg.nn.beside import Beside
-from functavg.nn.counting import HostCount
-from functavg.nn.master_copies import MasterCopies
+from functavg.kernels.torch.dtensor import get_shard
+from functavg.kernels.torch.memory import identities
+from functavg.nn import pairing
+from functavg.nn.extra_state import find_problem, load_extra_state, make_extra_state
+from functavg.nn.held_state import HeldState
+from functavg.nn.loading import Loading
+from functavg.nn.sharing import keep_shared_
 from functavg.rules.base import AveragingRule
+from functavg.trees import some
 
 
 class SavedAverage(TorchAveragedModel):
     """The state_dict of an average: ``n_averaged``, ``module.*`` with wide values, the memory of a rule."""
 
     n_averaged: Tensor
-    _masters: MasterCopies
-    _count: HostCount
-    _beside: Beside
-    _loaded: dict[str, Tensor]
+    _held: HeldState
+    _loading: Loading | None
+    _shared: frozenset[str] = frozenset()
+    """The names of the tensors that are the model's own."""
 
     @property
     @abstractmethod
@@ -35,30 +41,55 @@ class SavedAverage(TorchAveragedModel):
         """Return the tensors that are averaged, by name."""
 
     def _hook_saving(self) -> None:
-        self._loaded = {}
+        self._loading = None
         self.register_state_dict_post_hook(_finish_saving)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_finish_loading)  # type: ignore[no-untyped-call]
 
     def get_extra_state(self) -> dict[str, Any] | None:
-        """Return the memory of the rule, and averages beside the first, as tensors and numbers by path."""
-        return self._beside.extra_state()
+        """Return the memory of the rule, and averages beside the first, named as by ``functavg.to_state_dict``."""
+        return make_extra_state(self._held, self.rule)
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
         """Take over what ``get_extra_state`` returned.
 
         Raises:
-            ValueError: it is that of another rule or of another model.
+            TypeError, ValueError: it is that of another rule or of another model; nothing was changed.
         """
-        self._beside.load(state)
+        # torch.distributed.checkpoint puts an object of its own where a file has nothing.
+        extra = state if isinstance(state, dict) else {}
+        if self._loading is not None:  # the end of the load knows whether it fits
+            self._loading.extra = extra
+            return
+        problem = find_problem(self._held, self.rule, extra)
+        if problem is not None:
+            raise ValueError(f"{problem}. Load it into an AveragedModel with the rule that wrote it")
+        load_extra_state(self._held, self.rule, extra)
 
-    def _saved_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that are averaged by the names that the state_dict of the module has."""
-        averaged = set(map(id, self._averaged().values()))
-        parameters = self.module.named_parameters(remove_duplicate=False)
-        tensors = dict(parameters) | dict(self.module.named_buffers(remove_duplicate=False))
-        # Wrappers for activation checkpoints, which a ready module may have, leave themselves out of a state_dict.
-        names = {name: name.replace("_checkpoint_wrapped_module.", "") for name in tensors}
-        return {names[name]: tensor for name, tensor in tensors.items() if id(tensor) in averaged}
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what ``state_dict`` returned, of this class or of torch's.
+
+        Args:
+            state_dict: the state_dict. Without ``n_averaged``, its weights count as an average of one step.
+            strict: whether the keys and the rule that wrote it have to be those of this average. If not, it takes over
+                what fits: the weights and the count, and of the memory what was written by a rule of the same class
+                under the same name; the rest starts from the loaded average. Default: ``True``.
+            assign: as for any module.
+
+        Returns:
+            The missing and unexpected keys, as for any module. Tensors that are shared with the model stay as they are;
+            where the state_dict has other values for them, that is warned of.
+
+        Raises:
+            RuntimeError: as for any module, or the memory is that of another rule. Nothing was changed then.
+        """
+        loading = self._loading = Loading(strict)
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except BaseException:
+            loading.undo(self)
+            raise
+        finally:
+            self._loading = None
 
     def _load_from_state_dict(
         self,
@@ -70,38 +101,15 @@ class SavedAverage(TorchAveragedModel):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load the count, and put aside the wide values: the module is loaded with their rounding."""
+        if self._loading is None:  # as a part of another module
+            self._loading = Loading(None)
+        self._loading.begin(self, state_dict, prefix, error_msgs)
+        if local_metadata.get("assign_to_params_buffers", False):
+            _part(state_dict, f"{prefix}module.")
+        self._loading.end_sharing = keep_shared_(state_dict, f"{prefix}module.", self.module, self._shared)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        self.n_averaged = self.n_averaged.to(torch.int64)
-        tensors = self._saved_tensors()
-        self._loaded = {}
-        for name, value in self._masters.get_named(tensors).items():
-            new = state_dict.get(f"{prefix}module.{name}")
-            if not isinstance(new, Tensor) or new.layout != torch.strided:
-                continue
-            if value is not tensors[name] and new.dtype != tensors[name].dtype:
-                self._loaded[name] = new
-                state_dict[f"{prefix}module.{name}"] = new.to(tensors[name].dtype)
-        if local_metadata.get("assign_to_params_buffers", False):
-            _part(state_dict, f"{prefix}module.")
-        has_weights = any(key.startswith(f"{prefix}module.") for key in state_dict)
-        if f"{prefix}_extra_state" in missing_keys and self.get_extra_state() is None:
-            missing_keys.remove(f"{prefix}_extra_state")
-        elif f"{prefix}_extra_state" in missing_keys and has_weights:
-            warnings.warn(
-                f"the state_dict has no {prefix}_extra_state, the memory of {self.rule!r}, which goes on from the "
-                "memory that it has; after none of its own updates the next one starts anew from the model",
-                stacklevel=2,
-            )
-        if f"{prefix}n_averaged" in missing_keys and has_weights:
-            warnings.warn(
-                f"the state_dict has no {prefix}n_averaged: its weights are taken for an average of count 1, "
-                "so the next update averages them instead of replacing them",
-                stacklevel=2,
-            )
-            self.n_averaged = self._count.write(self.n_averaged, 1)
 
 
 def _part(state_dict: dict[str, Any], prefix: str) -> None:
@@ -118,17 +126,45 @@ def _part(state_dict: dict[str, Any], prefix: str) -> None:
 def _finish_saving(averaged: SavedAverage, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """Put the wide values in the place of their rounding, and leave out the memory of a rule that has none."""
     del local_metadata
-    tensors = averaged._saved_tensors()
-    for name, value in averaged._masters.get_named(tensors).items():
-        if value is not tensors[name] and f"{prefix}module.{name}" in state_dict:
-            state_dict[f"{prefix}module.{name}"] = value
     if state_dict.get(f"{prefix}_extra_state", ...) is None:
         del state_dict[f"{prefix}_extra_state"]
+    tensors = averaged._averaged()
+    masters = averaged._held.masters.get_named(tensors)
+    low = {name: tensor for name, tensor in tensors.items() if masters[name] is not tensor}
+    if not low:
+        return
+    saved = {key: value for key, value in state_dict.items() if _is_part(key, value, f"{prefix}module.")}
+    # Hooks may have given a tensor another name, but not another memory.
+    by_memory = dict(zip(_identify(low.values()), low, strict=True))
+    known = set(tensors) | {name for name, _ in pairing.tensors(averaged.module)}
+    strangers = []
+    for (key, value), memory in zip(saved.items(), _identify(saved.values()), strict=True):
+        name = key.removeprefix(f"{prefix}module.").replace("_checkpoint_wrapped_module.", "")
+        found = by_memory.get(memory, name)
+        if found in low and (value.shape, value.dtype) == (low[found].shape, low[found].dtype):
+            state_dict[key] = masters[found]
+        elif name not in known and value.dtype in {tensor.dtype for tensor in low.values()}:
+            strangers.append(key)
+    if strangers:
+        warnings.warn(
+            f"{some(strangers)} of the state_dict, which hooks of the model made, are none of the tensors that are "
+            "averaged: they are saved in low precision. Let hooks rename tensors, and not change them",
+            stacklevel=2,
+        )
+
+
+def _is_part(key: str, value: Any, prefix: str) -> bool:
+    return key.startswith(prefix) and isinstance(value, Tensor)
+
+
+def _identify(tensors: Iterable[Tensor]) -> Sequence[Hashable]:
+    return identities(list(map(get_shard, tensors)))
 
 
 def _finish_loading(averaged: SavedAverage, incompatible_keys: Any) -> None:
-    """Remember the wide values of the tensors that were loaded with their rounding."""
-    del incompatible_keys
-    tensors = averaged._saved_tensors()
-    averaged._masters.load((tensors[name], value) for name, value in averaged._loaded.items())
-    averaged._loaded = {}
+    loading = averaged._loading
+    if loading is None:
+        return
+    loading.finish(averaged, incompatible_keys.missing_keys)
+    if loading.strict is None:
+        averaged._loading = None

@@ -12,6 +12,7 @@ from torch.nn import Module, Parameter
 from torch.optim.swa_utils import AveragedModel as TorchAveragedModel
 
 from functavg import trees
+from functavg.advice import advise, is_tensordict
 from functavg.nn import pairing
 from functavg.nn.averaged_model import AveragedModel
 from functavg.nn.writing import exchange
@@ -58,15 +59,15 @@ def swapped(
         >>> model.weight.item()
         2.0
     """
-    return exchange(model, _values(average), backup_device)
+    if isinstance(average, Module):
+        average = pairing.unwrap(average)
+    if isinstance(average, AveragedModel):
+        return average.swapped(model, backup_device=backup_device)
+    return exchange(model, lambda: _values(average), backup_device, [average] if isinstance(average, Module) else [])
 
 
 def _values(average: Any) -> Mapping[str, Tensor]:
     """Return the values of an average by name."""
-    if isinstance(average, Module):
-        average = pairing.unwrap(average)
-    if isinstance(average, AveragedModel):
-        return average._swap_values()
     if isinstance(average, TorchAveragedModel):
         everything = pairing.tensors(average.module) if average.n_averaged > 0 else ()
         return {name: tensor for name, tensor in everything if average.use_buffers or isinstance(tensor, Parameter)}
@@ -75,9 +76,9 @@ def _values(average: Any) -> Mapping[str, Tensor]:
             return {}
         leaves, spec = trees.flatten(average.average)
         return dict(zip(trees.names(spec), leaves, strict=True))
-    if not isinstance(average, Mapping):
+    if not isinstance(average, Mapping) or is_tensordict(average):
         raise TypeError(
             "average must be an AveragedModel, an AverageState or a mapping from names to tensors, "
-            f"got {type(average).__name__}"
+            f"got {type(average).__name__}{advise(average)}"
         )
     return average

@@ -1,8 +1,9 @@
-"""Writes averages into a model by name, for good or for a while."""
+"""Writes averages into a model by name, for good or for a while, and drops what was derived from its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -12,10 +13,12 @@ from torch.nn import Module
 
 from functavg.functional import lerp
 from functavg.nn import pairing
-from functavg.nn.derived import drop_derived_values
+from functavg.nn.modes import unmerged
 from functavg.trees import some
 
 M = TypeVar("M", bound=Module)
+
+_PARAMETRIZE = "torch.nn.utils.parametrize"
 
 
 def targets(model: Module, values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -58,13 +61,16 @@ def write(model: Module, values: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def exchange(model: M, values: Mapping[str, Any], backup_device: Any = None) -> Iterator[M]:
+def exchange(
+    model: M, read: Callable[[], Mapping[str, Any]], backup_device: Any = None, source: Iterable[Module] = ()
+) -> Iterator[M]:
     """Write values into the tensors of a model inside a ``with`` block, and what they held before after it.
 
     Args:
         model: the model.
-        values: the values by name.
+        read: returns the values by name.
         backup_device: where to keep what the tensors held. Default: where each is.
+        source: the modules that hold the values. Default: none.
 
     Yields:
         The model.
@@ -74,14 +80,17 @@ def exchange(model: M, values: Mapping[str, Any], backup_device: Any = None) -> 
             others that cannot take what they held; the message names them, and all others were restored. An error of
             the block stays that error, with a note.
     """
-    pairing.reshard(model)
-    tensors, _ = targets(model, values)
-    with torch.inference_mode(False), torch.no_grad():
-        before = {
-            name: tensor.detach().clone() if backup_device is None else tensor.detach().to(backup_device, copy=True)
-            for name, tensor in tensors.items()
-        }
-    write(model, values)
+    pairing.check_module(model, "swapped(model, average)")
+    with unmerged(model, *source):
+        values = read()
+        pairing.reshard(model)
+        tensors, _ = targets(model, values)
+        with torch.inference_mode(False), torch.no_grad():
+            before = {
+                name: tensor.detach().clone() if backup_device is None else tensor.detach().to(backup_device, copy=True)
+                for name, tensor in tensors.items()
+            }
+        write(model, values)
     try:
         yield model
     except BaseException as error:
@@ -96,6 +105,11 @@ def exchange(model: M, values: Mapping[str, Any], backup_device: Any = None) -> 
 
 def _restore_(model: Module, before: Mapping[str, Tensor]) -> str | None:
     """Give tensors what they held before, each that can take it; return a message that names the others."""
+    with unmerged(model):
+        return _restore_unmerged_(model, before)
+
+
+def _restore_unmerged_(model: Module, before: Mapping[str, Tensor]) -> str | None:
     pairing.reshard(model)
     there = _name_tensors(model, before)
     values = {name: value for name, value in before.items() if name in there}
@@ -116,3 +130,17 @@ def _restore_(model: Module, before: Mapping[str, Tensor]) -> str | None:
         f"swapped could not give these tensors their training weights back: {some(problems)}. They were "
         "replaced or moved inside the block; all others are restored"
     )
+
+
+def drop_derived_values() -> None:
+    """Drop cached values that were derived from weights, so that the next forward of any module computes them anew.
+
+    These are the casts that ``torch.autocast`` keeps until the outermost of its blocks ends, and the parametrized
+    tensors that ``torch.nn.utils.parametrize.cached()`` keeps, under keys that do not tell of which module they are.
+    Neither notices that a weight was written to in place. Outside such blocks nothing is cached, and this takes less
+    than a microsecond.
+    """
+    torch.clear_autocast_cache()
+    cache = getattr(sys.modules.get(_PARAMETRIZE), "_cache", None)
+    if cache:
+        cache.clear()

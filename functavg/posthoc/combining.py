@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
@@ -65,7 +66,7 @@ def combine(
     increasing inference time, 2022; Karras et al., 2024 (EDM2) for sums with negative weights;
     ``average_checkpoints_with_averaged_model`` of k2-fsa/icefall, 2022, for the mean between two.
     """
-    if isinstance(trees, (Mapping, AverageState)) or not isinstance(trees, Iterable):
+    if isinstance(trees, (Mapping, AverageState, str, os.PathLike)) or not isinstance(trees, Iterable):
         raise TypeError(f"trees must be a sequence or an iterator of trees, got {type(trees).__name__}")
     check_progress(progress)
     known = None if weights is None else _check_weights(weights)
@@ -77,8 +78,13 @@ def combine(
         weight = next(numbers, None)
         if weight is None:
             raise ValueError(f"weights must hold one number for each tree, got {index} for more trees")
+        if isinstance(tree, (str, os.PathLike)):
+            raise TypeError(
+                f"trees[{index}] must be a tree of arrays, got the path {tree!r}; "
+                "functavg.checkpoints.average averages files, safetensors and those of torch.save"
+            )
         if weight != 0:
-            with name_errors(f"trees[{index}]"):
+            with name_errors(f"trees[{index}]", _WHOLE if _is_whole(tree) else ""):
                 means.add(tree, weight)
             newest = tree
     if known is not None and (left := len(list(numbers))):
@@ -136,13 +142,22 @@ def bring_back(mean: PyTree, like: PyTree) -> PyTree:
 
 
 @contextlib.contextmanager
-def name_errors(name: str) -> Iterator[None]:
-    """Put the name of what was wrong before the message of an error."""
+def name_errors(name: str, hint: str = "") -> Iterator[None]:
+    """Put the name of what was wrong before the message of an error, and a hint behind it where a type was wrong."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{name}: {error}") from error
+        if isinstance(error, TypeError):
+            raise TypeError(f"{name}: {error}{hint}") from error
+        raise ValueError(f"{name}: {error}") from error
+
+
+_WHOLE = ". Of a whole checkpoint, pass the dict of weights; functavg.checkpoints.average finds it in files"
+
+
+def _is_whole(tree: PyTree) -> bool:
+    """Tell whether a tree may be a checkpoint, in which weights stand among other things."""
+    return isinstance(tree, Mapping) and any(isinstance(value, (str, Mapping)) for value in tree.values())
 
 
 def _check_weights(weights: Iterable[float]) -> list[float]:

@@ -45,7 +45,7 @@ def greedy_soup(trees: Iterable[T], score: Callable[[T], Any]) -> tuple[T, list[
     if not callable(score):
         raise TypeError(f"score must be callable, got {score!r} of {type(score).__name__}")
     models = trees if isinstance(trees, Sequence) else list(trees)
-    scores = [_check_score(score(models[index]), f"score(trees[{index}])") for index in range(len(models))]
+    scores = [check_score(score(models[index]), f"score(trees[{index}])") for index in range(len(models))]
     order = sorted((index for index, it in enumerate(scores) if it > -math.inf), key=lambda index: -scores[index])
     if not order:
         raise ValueError(f"trees must hold at least one tree with a score above -inf, got the scores {scores}")
@@ -56,14 +56,18 @@ def greedy_soup(trees: Iterable[T], score: Callable[[T], Any]) -> tuple[T, list[
         model = models[index]
         with name_errors(f"trees[{index}]"):
             tried = run(Lerp(soup, model, 1.0 / (len(chosen) + 1)))
-        reached = _check_score(score(bring_back(tried, model)), f"score of the mean of trees {[*chosen, index]}")
+        reached = check_score(score(bring_back(tried, model)), f"score of the mean of trees {[*chosen, index]}")
         if reached > best:
             soup, best, newest = tried, reached, model
             chosen.append(index)
     return bring_back(soup, newest), chosen
 
 
-def _check_score(value: Any, name: str) -> float:
-    """Return a score as a host float, NaN as the worst."""
+def check_score(value: Any, name: str) -> float:
+    """Return a score as a host float, NaN as the worst.
+
+    Raises:
+        TypeError: it is no number.
+    """
     number = check_number(value, name)
     return -math.inf if math.isnan(number) else number

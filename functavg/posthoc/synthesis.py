@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from functavg.checks import check_integer
 from functavg.profiles import Profile, profile
 from functavg.profiles.reading import read
-from functavg.rules.base import AveragingRule
+from functavg.rules.base import AveragingRule, check_rule, is_rule_class
 from functavg.rules.power import PowerEMA
 from functavg.rules.swa import SWA
 
@@ -104,8 +104,8 @@ def solve(snapshots: Iterable[Any], target: Any) -> Synthesis:
 def _check_item(item: Any, name: str) -> Profile | tuple[AveragingRule, Any]:
     if isinstance(item, Profile):
         return item
-    if isinstance(item, Sequence) and len(item) == 2 and isinstance(item[0], AveragingRule):
-        rule, steps = item
+    if isinstance(item, Sequence) and len(item) == 2 and (isinstance(item[0], AveragingRule) or is_rule_class(item[0])):
+        rule, steps = check_rule(item[0], f"{name}[0]"), item[1]
         return rule, check_integer(steps, f"{name}[1]", 1) if isinstance(steps, (int, np.integer)) else steps
     raise TypeError(f"{name} must be a Profile or a pair (rule, steps), got {item!r}")
 

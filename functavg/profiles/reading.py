@@ -18,7 +18,7 @@ from functavg.profiles import symbolic
 from functavg.profiles.columns import weigh
 from functavg.profiles.weights import Profile
 from functavg.progress import Progress, check_progress
-from functavg.rules.base import AveragingRule, WeightRule
+from functavg.rules.base import AveragingRule, WeightRule, check_rule
 from functavg.rules.functions import AvgFn
 from functavg.rules.lawa import LAWA
 from functavg.state import PyTree
@@ -91,9 +91,7 @@ def check_gaps(steps: Any) -> Gaps:
 
 def read(rule: AveragingRule, gaps: Gaps, at: Sequence[int], progress: Progress = False) -> Iterator[Any]:
     """Yield the profile after each number of updates in ``at``, which increase, of one run of the rule."""
-    if not isinstance(rule, AveragingRule):
-        call = f" (did you mean {rule.__name__}()?)" if isinstance(rule, type) else ""
-        raise TypeError(f"rule must be an averaging rule, got {rule!r} of {type(rule).__name__}{call}")
+    check_rule(rule)
     times = np.cumsum(gaps)
     for updates, tree in zip(at, _read_weights(rule, gaps, at, progress), strict=True):
         leaves, spec = trees.flatten(tree)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from functavg import trees
 from functavg.checks import check_count, check_state
 from functavg.counts import write_counts_
-from functavg.plan import Lerp, copy_leaves, run
+from functavg.plan import Lerp, check_scalar, copy_leaves, run
 from functavg.rules.growth import grow_state
+from functavg.rules.saved import Saved
 from functavg.scalars import is_host, lift
 from functavg.state import AverageState, Count, PyTree, T, Weight
 
@@ -112,6 +114,33 @@ class AveragingRule(ABC):
         _check_order(params, state, "extend(params, state)")
         return grow_state(state, self.init(params))
 
+    def resume(self, average: T, count: Count, saved: Saved | None = None, /) -> AverageState[Any]:
+        """Return the state that goes on from an average that another rule or another library has made.
+
+        Args:
+            average: the average, a tree as ``init`` takes one; it is copied.
+            count: how many steps were averaged. Clocks that the memory of the rule has are set to it.
+            saved: what is known of the memory, and of further averages. Default: nothing; they start from ``average``.
+
+        Returns:
+            The state.
+
+        Example:
+            >>> import functavg, numpy as np
+            >>> rule = functavg.LAWA(2)
+            >>> state = rule.resume({"w": np.ones(1)}, 10)
+            >>> rule.update({"w": np.zeros(1)}, state).average
+            {'w': array([0.5])}
+        """
+        state = self.init(average)
+        mine = None if saved is None else saved.written_by(self)
+        memory = state.memory if mine is None else mine.take(state.memory, mine.memory)
+        return state._replace(count=count, memory=memory)
+
+    def _name_memories(self, place: str = "memory") -> dict[str, AveragingRule]:
+        """Return the rules that keep a memory, this one and those inside it, by the names that their memories have."""
+        return {place: self}
+
 
 class WeightRule(AveragingRule):
     """A rule of one formula, the weight of the newest iterate: ``average + weight * (params - average)``.
@@ -152,10 +181,14 @@ def plan_update(rule: AveragingRule, params: PyTree, state: AverageState[Any], /
         TypeError, ValueError: an argument is of another kind, or out of range.
     """
     _check_order(params, state, "update(params, state)")
-    count = check_count(state.count, "state.count", 0)
+    count, steps = check_count(state.count, "state.count", 0), check_count(steps, "steps", 1)
     if count is not state.count:
         state = state._replace(count=count)
-    return rule.plan(params, state, check_count(steps, "steps", 1))
+    if not (is_host(count) and is_host(steps)):
+        leaves, _ = trees.flatten(state.average)
+        check_scalar(count, leaves, "state.count")
+        check_scalar(steps, leaves, "steps")
+    return rule.plan(params, state, steps)
 
 
 def check_rule(rule: Any, name: str = "rule") -> AveragingRule:
@@ -166,9 +199,16 @@ def check_rule(rule: Any, name: str = "rule") -> AveragingRule:
     """
     if isinstance(rule, AveragingRule):
         return rule
-    advice = f"; pass an instance: {rule.__name__}(...)" if isinstance(rule, type) else ""
-    got = f"{rule!r} of {type(rule).__name__}"
-    raise TypeError(f"{name} must be an AveragingRule such as EMA(0.999), got {got}{advice}")
+    expected = f"{name} must be an AveragingRule such as EMA(0.999)"
+    if is_rule_class(rule):
+        raise TypeError(f"{expected}, got the class {rule.__name__}; pass an instance: {rule.__name__}(...)")
+    advice = "; to average by a function, wrap it: AvgFn(fn) or WeightFn(fn)" if callable(rule) else ""
+    raise TypeError(f"{expected}, got {rule!r} of {type(rule).__name__}{advice}")
+
+
+def is_rule_class(value: Any) -> bool:
+    """Tell whether a value is a class of rules, where an instance of it is meant."""
+    return isinstance(value, type) and issubclass(value, AveragingRule)
 
 
 def _check_order(params: PyTree, state: Any, call: str) -> None:

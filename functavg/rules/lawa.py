@@ -9,6 +9,7 @@ from functavg.checks import check_integer
 from functavg.plan import Lerp, copy_leaves
 from functavg.rules.base import AveragingRule
 from functavg.rules.memory import split_memory, state_mismatch
+from functavg.rules.saved import Saved
 from functavg.scalars import lift, maximum, where
 from functavg.state import AverageState, Count, PyTree, T
 
@@ -51,6 +52,22 @@ class LAWA(AveragingRule):
     def init(self, params: T, /, *, dtype: Any = None, device: Any = None) -> AverageState[T]:
         ring = tuple(copy_leaves(params, dtype=dtype, device=device) for _ in range(self.window))
         return super().init(params, dtype=dtype, device=device)._replace(memory=(0, ring))
+
+    def resume(self, average: T, count: Count, saved: Saved | None = None, /) -> AverageState[T]:
+        """Return the state that goes on: with the iterates that were saved, else with copies of the average."""
+        state = self.init(average)
+        mine = None if saved is None else saved.written_by(self)
+        window = 0 if mine is None else mine.count_entries(f"{mine.memory}.1")
+        if mine is None or window == 0:
+            return state._replace(count=count, memory=(count, state.memory[1]))
+        seen = mine.take(0, f"{mine.memory}.0")
+        first = max(0, seen - min(window, self.window))
+        left_out = 0 if window == self.window else first  # of another window, the oldest kept is the first of the ring
+        ring = list(state.memory[1])
+        for index in range(first, seen):
+            slot = (index - left_out) % self.window
+            ring[slot] = mine.take(ring[slot], f"{mine.memory}.1.{index % window}")
+        return state._replace(count=count, memory=(seen - left_out, tuple(ring)))
 
     def plan(self, params: PyTree, state: AverageState[Any], /, steps: Count) -> AverageState[Any]:
         """Return the next state: the average as a chain of steps over the ring, and the ring with the oldest replaced.

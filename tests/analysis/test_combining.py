@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -243,6 +244,24 @@ def test_trees_that_do_not_fit_are_named(third: Any, error: type[Exception], mes
 def test_leaves_that_are_no_arrays_are_named() -> None:
     with pytest.raises(TypeError, match=r"trees\[0\]: tree\['config'\]: cannot average str"):
         combine([{"config": "text"}])
+
+
+@pytest.mark.parametrize("path", ["step-1.safetensors", Path("step-1.pt")])
+def test_paths_are_refused_with_the_name_of_what_averages_files(path: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"trees\[0\] must be a tree .*got the path .*functavg.checkpoints.average .*safetensors"
+    ):
+        combine([path, path])
+    with pytest.raises(TypeError, match="trees must be a sequence or an iterator of trees, got"):
+        combine(path)
+
+
+def test_whole_checkpoints_are_refused_with_the_name_of_what_finds_the_weights_in_files() -> None:
+    checkpoint = {"model": {"w": np.ones(2)}, "git": "0123abc"}
+    with pytest.raises(
+        TypeError, match=r"trees\[0\]: tree\['git'\]: .*pass the dict of weights; functavg.checkpoints.average"
+    ):
+        combine([checkpoint])
 
 
 def test_what_loading_raises_comes_through() -> None:

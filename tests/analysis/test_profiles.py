@@ -493,8 +493,8 @@ def test_plans_that_compute_with_arrays_are_refused() -> None:
 @pytest.mark.parametrize(
     ("rule", "steps", "error", "message"),
     [
-        (EMA, 5, TypeError, r"rule must be an averaging rule, got .*EMA.* \(did you mean EMA\(\)\?\)"),
-        (0.9, 5, TypeError, "rule must be an averaging rule, got 0.9 of float"),
+        (EMA, 5, TypeError, r"rule must be an AveragingRule .*, got the class EMA; pass an instance: EMA\(\.\.\.\)"),
+        (0.9, 5, TypeError, "rule must be an AveragingRule .*, got 0.9 of float"),
         (EMA(), 0, ValueError, "steps must be an integer of at least 1, got 0"),
         (EMA(), -3, ValueError, "steps must be an integer of at least 1, got -3"),
         (EMA(), 2.5, TypeError, "steps must be an integer .*, got 2.5 of float"),

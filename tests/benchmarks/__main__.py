@@ -16,7 +16,7 @@ from rich.markdown import Markdown
 
 import functavg
 from functavg import swa_utils
-from tests.benchmarks import contenders, measure, shapes, sharded
+from tests.benchmarks import checkpoints, contenders, measure, shapes, sharded
 from tests.benchmarks.measure import Work, counted_host_reads, extra_peak, interleaved, kept_pages, kernel_launches
 from tests.benchmarks.report import Ratio, against, markdown
 
@@ -78,6 +78,7 @@ def _sections(rounds: int, summary: Summary, large: bool) -> Iterator[str]:
     yield _section(title, sharded.of_shards(), ratios, 10 * rounds, summary)  # they take a fraction of a millisecond
     yield _memory()
     yield _host_reads()
+    yield checkpoints.of_files(summary)
     yield _scaling(large)
     yield _cuda()
 

@@ -6,12 +6,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from functavg import checkpoints
-from functavg.checkpoints import averaging
+from functavg.checkpoints import pieces
 
 
 def average_forever(inputs: list[Path], output: Path, connection: Connection) -> None:
     """Average two files with one weight after the other; tell when the first output is there."""
-    averaging.PIECE = 64  # many writes a file, so that most kills come in the middle of one
+    pieces.PIECE = 64  # many writes a file, so that most kills come in the middle of one
     weight = 0
     while True:
         weight = (weight + 1) % 8

@@ -31,6 +31,7 @@ def test_a_process_killed_at_random_moments_leaves_a_whole_output(tmp_path, suff
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=average_forever, args=(inputs, output, theirs))
         process.start()
+        theirs.close()  # so that the end of the process is noticed
         ours.recv()
         time.sleep(random.uniform(0, 0.05))
         process.kill()

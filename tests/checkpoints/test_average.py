@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from functavg import checkpoints
-from functavg.checkpoints import averaging
+from functavg.checkpoints import mapped, pieces
 from tests.checkpoints.files import FORMATS, load, metadata_of, names_in, save
 
 SHAPES = [(3, 4), (), (0,), (5,), (2, 1, 3)]
@@ -27,7 +27,7 @@ def suffix(request):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Tensors of a few elements are cut into pieces."""
-    monkeypatch.setattr(averaging, "PIECE", 16)
+    monkeypatch.setattr(pieces, "PIECE", 16)
 
 
 def three(folder, suffix, dtype=torch.float32, seed=0):
@@ -311,7 +311,23 @@ def test_a_constant_is_a_fixed_point_however_tensors_are_cut(tmp_path_factory, w
     values = {str(i): torch.randn(length, dtype=dtype) for i, (length, dtype) in enumerate(tensors)}
     path = save(folder / "in.safetensors", values)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(averaging, "PIECE", max(piece, 8))
+        patch.setattr(pieces, "PIECE", max(piece, 8))
         checkpoints.average([path] * len(weights), folder / "out.safetensors", weights=weights)
     for name, value in load(folder / "out.safetensors").items():
         torch.testing.assert_close(value, values[name], rtol=0, atol=0)
+
+
+def test_where_the_system_does_not_tell_what_is_mapped_tensors_are_read_through_the_map(tmp_path, monkeypatch):
+    paths, values = three(tmp_path, ".pt")
+    monkeypatch.setattr(mapped, "MAPS", tmp_path / "nothing")
+    checkpoints.average(paths, tmp_path / "out.pt")
+    expected = sum(value["layer0.w"] for value in values) / 3
+    np.testing.assert_allclose(load(tmp_path / "out.pt")["layer0.w"].numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_bare_file_of_shards_and_a_key_select_like_any_other(tmp_path):
+    save(tmp_path / "s.safetensors", {"module.w": torch.ones(1)})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"module.w": "s.safetensors"}}))
+    checkpoints.average([index], tmp_path / "out.pt", key="module")
+    assert load(tmp_path / "out.pt").keys() == {"w"}

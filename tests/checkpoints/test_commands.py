@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -197,18 +198,8 @@ def test_a_soup_takes_what_a_command_scores_best(run):
     script = "import struct, sys; print('loss', abs(struct.unpack('<f', open(sys.argv[1], 'rb').read()[-4:])[0] - 16))"
     Path("evaluate.py").write_text(script)
     command = f"{sys.executable} evaluate.py {{}}"
-    code, out, _ = run(
-        "soup",
-        "--greedy",
-        "-g",
-        "step-*",
-        "--evaluate",
-        command,
-        "--lower-is-better",
-        "-o",
-        "out.safetensors",
-        "--json",
-    )
+    options = ["--lower-is-better", "-o", "out.safetensors", "--json"]
+    code, out, _ = run("soup", "--greedy", "-g", "step-*", "--evaluate", command, *options)
     assert code == 0
     assert json.loads(out)["files"] == ["step-10.safetensors", "step-20.safetensors"]
     assert result("out.safetensors") == (15.0, 20)
@@ -274,6 +265,10 @@ def test_inspecting_shows_averages_dtypes_and_ties(run):
     first, second = json.loads(out)
     assert (first["kind"], first["count"], first["format"]) == ("functavg", 40, "safetensors")
     assert [held["key"] for held in second["holds"]] == ["model", "ema"]
+    save(Path("named.safetensors"), {"w": torch.ones(2)}, {"format": "pt"})
+    _, out, _ = run("inspect", "named.safetensors")
+    assert re.search(r"^format +safetensors *$", out, re.MULTILINE)
+    assert re.search(r"^metadata format +pt *$", out, re.MULTILINE)
 
 
 def test_a_profile_is_a_table_and_a_picture(run):
@@ -339,11 +334,11 @@ def test_an_interrupted_command_removes_its_temporary_file(folder, number, code)
     slow = """
 import time
 from functavg.__main__ import main
-from functavg.checkpoints import averaging
+from functavg.checkpoints import pieces
 from functavg.checkpoints.safetensors_reader import SafetensorsReader
 fast = SafetensorsReader.read_piece
-averaging.PIECE = 8
-SafetensorsReader.read_piece = lambda self, piece: time.sleep(0.1) or fast(self, piece)
+pieces.PIECE = 8
+SafetensorsReader.read_piece = lambda *args: time.sleep(0.1) or fast(*args)
 main()
 """
     process = started("average", "in.safetensors", "-o", "out.safetensors", code=slow)

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import functavg
 from functavg import checkpoints
 from functavg.checkpoints import CheckpointError
+from functavg.checkpoints.safetensors_reader import SafetensorsReader
 from functavg.checkpoints.wrappers import strip_wrappers
 from tests.checkpoints.files import save
 
@@ -122,6 +123,78 @@ def test_lightning_weight_averaging(tmp_path, model):
     averaging.on_save_checkpoint(None, model, checkpoint)
     assert_same(from_file(tmp_path, checkpoint), dict(averaged.module.state_dict()))
     assert from_file(tmp_path, checkpoint, to="state").count == 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the trainer: few workers, no logger, fewer batches than it logs
+def test_a_checkpoint_that_a_trainer_of_lightning_wrote_with_its_weight_averaging(tmp_path):
+    pl = pytest.importorskip("pytorch_lightning")
+    averaging = pytest.importorskip("pytorch_lightning.callbacks").WeightAveraging()
+    saving = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+    iterates = []
+
+    class Model(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = model_of(0.5)
+
+        def training_step(self, batch, _):
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def on_train_batch_end(self, *_):
+            iterates.append(params_of(self))
+
+    shown = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(
+        max_steps=4, accelerator="cpu", callbacks=[averaging, saving], default_root_dir=tmp_path, **shown
+    )
+    trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(16, 2), batch_size=4))
+    path = tmp_path / "step=3.ckpt"
+    found = checkpoints.inspect(path)
+    assert (found.kind, found.count) == ("lightning", 3)
+    average = checkpoints.convert(path)
+    for name in iterates[0]:
+        mean = torch.stack([iterate[name].double() for iterate in iterates[:3]]).mean(0)
+        torch.testing.assert_close(average[name].double(), mean, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(average["net.0.weight"], iterates[2]["net.0.weight"])
+    Model().load_state_dict(average)
+
+
+def test_of_safetensors_only_the_average_is_read_and_ties_stay(tmp_path, monkeypatch):
+    model = nn.Module()
+    model.emb = model.head = nn.Parameter(torch.ones(2, 3))
+    saved = {f"ema_model.{name}": tensor for name, tensor in model.state_dict().items()}
+    saved |= {f"online_model.{name}": tensor for name, tensor in copy.deepcopy(model).state_dict().items()}
+    path = tmp_path / "ema.safetensors"
+    checkpoints.save_weights(path, saved | {"step": torch.tensor(5)})
+    read = []
+    whole = SafetensorsReader.read_piece
+
+    def read_piece(self, piece, out):
+        read.append(piece.name)
+        return whole(self, piece, out)
+
+    monkeypatch.setattr(SafetensorsReader, "read_piece", read_piece)
+    state = checkpoints.convert(path, to="state")
+    assert state.count == 5
+    assert state.average["emb"] is state.average["head"]
+    assert sorted(read) == ["ema_model.emb", "step"]
+
+
+def test_shards_with_an_index_are_converted(tmp_path):
+    averaged = AveragedModel(model_of(2.0))
+    averaged.update_parameters(model_of(3.0))
+    tensors = averaged.state_dict()
+    weight_map = {name: f"{index % 2}.safetensors" for index, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        save(tmp_path / file, {name: tensor for name, tensor in tensors.items() if weight_map[name] == file})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert checkpoints.inspect(index).kind == "averaged_model"
+    assert_same(checkpoints.convert(index), dict(averaged.module.state_dict()))
 
 
 def test_lightning_stochastic_weight_averaging(tmp_path, model):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from functavg import checkpoints
-from functavg.checkpoints import CheckpointError, atomic, tensors
+from functavg.checkpoints import CheckpointError, atomic, pieces, tensors, torch_reader
 from tests.checkpoints.files import FORMATS, load, names_in, run_code, save
 
 GOOD = {"a": torch.ones(2, 3), "b": torch.zeros(4, dtype=torch.int64)}
@@ -228,7 +228,8 @@ def test_what_interrupts_the_work_leaves_nothing_behind(tmp_path, suffix, refuse
     refused(bad, None, KeyboardInterrupt, progress=interrupt)
 
 
-def test_a_file_that_changes_while_it_is_read(tmp_path, suffix, refused):
+def test_a_file_that_changes_while_it_is_read(tmp_path, suffix, refused, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE", 16)
     bad = save(tmp_path / f"bad{suffix}", GOOD)
 
     def change(done, total):
@@ -280,3 +281,18 @@ def test_an_output_keeps_its_permissions_and_its_link(tmp_path, suffix):
     assert (tmp_path / f"out{suffix}").is_symlink()
     assert (tmp_path / f"real{suffix}").stat().st_mode & 0o777 == 0o640
     assert load(tmp_path / f"real{suffix}").keys() == GOOD.keys()
+
+
+class Shard(torch.Tensor):
+    """What tells a DTensor from a tensor."""
+
+    def to_local(self):
+        raise AssertionError
+
+
+def test_shards_of_tensors_are_refused(tmp_path):
+    shard = torch.ones(2).as_subclass(Shard)
+    with pytest.raises(TypeError, match="it is a DTensor: save it with"):
+        checkpoints.save_weights(tmp_path / "out.pt", {"w": shard})
+    with pytest.raises(CheckpointError, match="'w' is a DTensor; save the full tensors, or average while training"):
+        torch_reader.check_dense(tmp_path / "in.pt", "w", shard)

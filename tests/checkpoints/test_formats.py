@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import safetensors.torch
@@ -92,7 +94,7 @@ def test_a_layout_of_torch_that_is_not_as_expected_is_refused(tmp_path, monkeypa
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the memory used")
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_memory_does_not_grow_with_the_files(tmp_path, suffix):
-    """Four files of 64 MiB in one tensor each take less than one of them."""
+    """Four files of 64 MiB in one tensor each take less than two of them, with what their threads work on."""
     paths = [str(save(tmp_path / f"{n}{suffix}", {"w": torch.full((2**24,), float(n))})) for n in range(4)]
     small = [str(save(tmp_path / f"small{n}{suffix}", {"w": torch.full((2,), float(n))})) for n in range(4)]
     code = f"""
@@ -106,5 +108,26 @@ print(peak() - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 2**26
+    assert int(done.stdout) < 2**27
     assert load(tmp_path / f"out{suffix}")["w"][::1000].unique().tolist() == [1.5]
+
+
+def test_other_threads_keep_the_number_that_torch_computes_in(tmp_path):
+    """Also while files are averaged, by a thread that computes alone."""
+    path = save(tmp_path / "in.pt", {"w": torch.ones(3)})
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        seen = []
+        checkpoints.average([path], tmp_path / "out.pt", progress=lambda done, total: seen.append(numbers_of_threads()))
+        assert seen == [(3, 3)]
+        assert numbers_of_threads() == (3, 3)
+        assert "functavg" not in {thread.name.partition("_")[0] for thread in threading.enumerate()}
+    finally:
+        torch.set_num_threads(before)
+
+
+def numbers_of_threads():
+    """The number in this thread, and in one that is new."""
+    with ThreadPoolExecutor(1) as pool:
+        return torch.get_num_threads(), pool.submit(torch.get_num_threads).result()

@@ -66,6 +66,63 @@ def test_a_forward_before_the_update_does_not_hide_the_training_weights(mesh: De
     assert torch.equal(model(x), expected)
 
 
+def after_forward(model: nn.Module) -> nn.Module:
+    """Return a model right after a forward that left its root group unsharded."""
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert not all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return model
+
+
+def test_everything_reads_shards_right_after_a_forward(mesh: DeviceMesh) -> None:
+    """Construction, updates, swaps, copy_to, states and checkpoints reshard the model and the average first."""
+    model, twin = sharded(Net(), mesh), sharded(Net(), mesh)
+    averaged = AveragedModel(after_forward(model), module=after_forward(twin), rule=functavg.EMA(0.5))
+    for mine, theirs in zip(averaged.module.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), theirs.full_tensor())
+    for value in (0.0, 1.0):
+        set_all(model, value)
+        after_forward(averaged.module)
+        averaged.update_parameters(after_forward(model))
+    after_forward(averaged.module)
+    with functavg.swapped(after_forward(model), averaged):
+        assert model.scale.full_tensor().tolist() == [0.5] * 3
+    after_forward(averaged.module)
+    assert all(isinstance(value, DTensor) for value in averaged.state.average.values())
+    after_forward(averaged.module)
+    averaged.load_state_dict(averaged.state_dict())
+    after_forward(averaged.module)
+    averaged.copy_to(after_forward(model))
+    assert model.scale.full_tensor().tolist() == [0.5] * 3
+
+
+def test_parameters_read_right_after_a_forward_are_told_to_be_resharded(mesh: DeviceMesh) -> None:
+    """Functional rules, and a swap from a dict, see plain tensors where the average has shards, or the other way."""
+    model = sharded(Net(), mesh)
+    rule, shards = functavg.EMA(0.5), dict(model.named_parameters())
+    state = rule.init(shards)
+    whole = dict(after_forward(model).named_parameters())
+    advice = r"\. Right after a forward FSDP2 modules hold plain tensors: call their reshard\(\) before"
+    plain, sharp = "expected a DTensor, got a plain tensor", "expected a plain tensor, got a DTensor"
+    with pytest.raises(TypeError, match=r"^tree\['scale'\]: " + plain + advice):
+        rule.update(whole, state)
+    with pytest.raises(TypeError, match=r"^tree\['scale'\]: " + sharp + advice):
+        rule.update(shards, rule.init(whole))
+    with pytest.raises(TypeError, match=plain + advice):
+        functavg.lerp(shards, whole, 0.5, inplace=True)
+    with pytest.raises(TypeError, match=plain + advice), functavg.swapped(model, whole):
+        pass
+    model.reshard()
+    assert rule.update(dict(model.named_parameters()), state).count == 1
+
+
+def test_a_sharded_model_is_told_to_bring_a_twin(mesh: DeviceMesh) -> None:
+    with pytest.raises(
+        TypeError, match="fully_shard has sharded; pass a ready copy of the model, sharded alike, as module="
+    ):
+        AveragedModel(sharded(Net(), mesh))
+
+
 def test_copy_to_fills_the_shards(mesh: DeviceMesh) -> None:
     model = sharded(Net(), mesh)
     averaged = AveragedModel(model, module=sharded(Net(), mesh), rule=functavg.EMA(0.5))

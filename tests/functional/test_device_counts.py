@@ -297,3 +297,54 @@ def test_two_counts_that_were_one_tensor_and_are_no_longer_part() -> None:
         assert [int(state.memory[label].count) for label in "xy"] == [4, 2]
         averages.append([state.average[name].item() for name in "xy"])
     assert averages == [[2.5, 3.5]] * 2
+
+
+# ---- of which library they are
+
+
+MIXES = {
+    "torch and jax": (lambda: torch.ones(2), jnp.asarray, "jaxlib.ArrayImpl"),
+    "jax and torch": (lambda: jnp.ones(2), torch.tensor, "torch.Tensor"),
+    "torch and meta": (lambda: torch.ones(2), lambda value: torch.tensor(value, device="meta"), "on the meta device"),
+    "numpy and meta": (lambda: np.ones(2), lambda value: torch.tensor(value, device="meta"), "on the meta device"),
+    "both and jax": (lambda: [np.ones(2), torch.ones(2)], jnp.asarray, "jaxlib.ArrayImpl"),
+}
+
+
+@pytest.mark.skipif(jnp is None, reason="needs jax")
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("name", nests.ON_DEVICE)
+def test_a_count_that_leaves_cannot_be_computed_with_is_named(name: str, mix: str) -> None:
+    """Nothing is changed then, and the host number works."""
+    make, lift, got = MIXES[mix]
+    rule = nests.rule_of(nests.ON_DEVICE[name])
+    params = {leaf: make() for leaf in nests.iterate(0)}
+    state = rule.init(params)
+    advice = rf".* a 0-d array that leaves of .* can be computed with, got .*{got}.*\. Read it into a plain number"
+    for inplace in (False, True):
+        with pytest.raises(TypeError, match=r"^state\.count must be a plain number, or" + advice):
+            rule.update(params, state._replace(count=lift(3)), inplace=inplace)
+        with pytest.raises(TypeError, match="^steps must be a plain number, or" + advice):
+            rule.update(params, state, steps=lift(3), inplace=inplace)
+    assert rule.update(params, state, steps=3).count in (0, 1, 3)
+
+
+@pytest.mark.skipif(jnp is None, reason="needs jax")
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_weight_that_leaves_cannot_be_computed_with_is_named(mix: str) -> None:
+    make, lift, got = MIXES[mix]
+    tree = {"a": make()}
+    for update in (
+        lambda: functavg.lerp(tree, tree, lift(0.5), inplace=True),
+        lambda: functavg.WeightFn(lambda count, steps: lift(0.5)).update(tree, functavg.SWA().init(tree)),
+        lambda: functavg.EMA(lambda u: lift(0.5)).update(tree, functavg.SWA().init(tree)),
+    ):
+        with pytest.raises(TypeError, match=rf"^the weight must be a plain number.*, got .*{got}"):
+            update()
+
+
+@pytest.mark.skipif(jnp is None, reason="needs jax")
+def test_numpy_takes_counts_of_any_library() -> None:
+    for lift in (torch.tensor, jnp.asarray):
+        state = functavg.SWA().init(np.zeros(2))._replace(count=lift(1))
+        assert functavg.SWA().update(np.ones(2), state).average.tolist() == [0.5, 0.5]

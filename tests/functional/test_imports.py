@@ -29,6 +29,7 @@ LAYERS = [
     ["functavg.plan"],
     ["functavg.kernels"],
     [
+        "functavg.advice",
         "functavg.state",
         "functavg.trees",
         "functavg.scalars",

@@ -14,8 +14,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from functavg import EMA, AveragedModel
-from functavg.nn.copying import copy_model
-from functavg.nn.overwriting import overwrite_
+from functavg.nn.copying import copy_model, overwrite_
 from tests.nn.helpers import (
     Net,
     all_values,
@@ -684,3 +683,50 @@ def test_a_copy_for_another_device_makes_no_stop_on_that_of_the_model():
     assert made.devices == ["meta"] * 7
     assert all(isinstance(parameter, nn.Parameter) for parameter in averaged.module.parameters())
     assert [parameter.requires_grad for parameter in averaged.module.parameters()] == [True] * 4
+
+
+# ---- tensors of other classes
+
+
+class NoLerp(torch.Tensor):
+    """A subclass that does not say how it is copied, which torch refuses, and that cannot take a step."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if "lerp" in func.__name__:
+            raise NotImplementedError(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class NoClone(NoLerp):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.clone:
+            raise NotImplementedError("no clones")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def with_subclass(kind):
+    model = nn.ModuleDict({"plain": nn.Linear(2, 2), "packed": nn.Linear(2, 2)})
+    model["packed"].weight = nn.Parameter(torch.ones(2, 2).as_subclass(kind), requires_grad=False)
+    model["packed"].weight.scale = torch.ones(3)
+    return model
+
+
+def test_a_subclass_without_copying_of_its_own_is_cloned():
+    """With its class and its attributes; the step that it cannot take is refused by name before anything is written."""
+    model = with_subclass(NoLerp)
+    averaged = AveragedModel(model, rule=EMA(0.5))
+    copied = averaged.module["packed"].weight
+    assert type(copied) is NoLerp
+    assert copied.scale is not model["packed"].weight.scale
+    assert copied.data_ptr() != model["packed"].weight.data_ptr()
+    averaged.update_parameters(model)
+    fill(model["plain"], 5.0)
+    with unchanged(averaged), pytest.raises(TypeError, match=r"tree\['packed\.weight'\]: cannot average NoLerp"):
+        averaged.update_parameters(model)
+
+
+def test_a_subclass_that_cannot_be_cloned_is_named():
+    with pytest.raises(TypeError, match=r"cannot copy packed \(Linear\): its attribute weight resists"):
+        AveragedModel(with_subclass(NoClone))

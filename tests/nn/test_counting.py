@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functavg
 from functavg import EMA, SWA, AveragedModel, PowerEMA, swapped
-from tests.nn.helpers import EVERY_WAY, Net, fill, scalar, tensors
+from tests.nn.helpers import EVERY_WAY, Net, contents, fill, parameters_of, randomise, scalar, tensors
 from tests.tables import ramp
 
 
@@ -104,8 +105,8 @@ CHANGES = {
 def test_a_count_that_changed_is_read_anew(elsewhere, change):
     averaged, model = elsewhere
     averaged.update_parameters(model)
-    CHANGES[change](averaged)
     Elsewhere.reads = 0
+    CHANGES[change](averaged)
     assert averaged.state.count == 7
     averaged.update_parameters(model)
     averaged.update_parameters(model)
@@ -221,3 +222,44 @@ def test_an_update_of_low_precision_makes_no_temporary_of_the_size_of_the_model(
         for _ in range(2):
             averaged.update_parameters(model)
     assert allocations.largest <= 4 * 2**20
+
+
+# ---- where it starts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", EVERY_WAY)
+def test_a_default_device_of_meta_changes_nothing_for_a_model_with_values(way, dtype):
+    """Construction, updates, copies, checkpoints, swaps and refreshed statistics are those of the CPU."""
+
+    def average(place):
+        model = Net().to(dtype)
+        randomise(model, 9)
+        data = [torch.linspace(-1, 1, 12).reshape(4, 3).to(dtype)]
+        with place:
+            averaged = AveragedModel(model, use_buffers=True, **EVERY_WAY[way])
+            for seed in range(4):
+                with torch.device("cpu"):
+                    randomise(model, seed)
+                averaged.update_parameters(copy.deepcopy(model))
+            again = AveragedModel(model, use_buffers=True, **EVERY_WAY[way])
+            again.load_state_dict(copy.deepcopy(averaged).state_dict())
+            again.update_parameters(model)
+            with functavg.swapped(model, again):
+                functavg.update_bn(data, model)
+                inside = parameters_of(model)
+        return inside, contents(again)
+
+    assert average(contextlib.nullcontext()) == average(torch.device("meta"))
+
+
+def test_a_set_default_device_leaves_the_count_on_the_cpu():
+    model = scalar()
+    torch.set_default_device("meta")
+    try:
+        averaged = AveragedModel(model)
+    finally:
+        torch.set_default_device(None)
+    assert averaged.n_averaged.device.type == "cpu"
+    averaged.update_parameters(model)
+    assert averaged.n_averaged.item() == 1

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from functavg import SWA, AveragedModel, swapped
-from functavg.nn.derived import drop_derived_values
+from functavg.nn.writing import drop_derived_values
 from tests.nn.helpers import fill, scalar
 
 ONE = torch.ones(1, 1)
@@ -58,7 +58,7 @@ def test_cached_parametrizations_are_computed_anew():
 
 
 def test_nothing_is_imported_to_look_into():
-    script = "import sys, functavg.nn.derived as d, torch; del sys.modules['torch.nn.utils.parametrize']; "
+    script = "import sys, functavg.nn.writing as d, torch; del sys.modules['torch.nn.utils.parametrize']; "
     script += "d.drop_derived_values(); assert 'torch.nn.utils.parametrize' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 

@@ -204,6 +204,7 @@ def test_values_that_apply_gives_are_gone_on_from(dtype):
     assert averaged.state.average["weight"].item() == 3.0
 
 
+@pytest.mark.filterwarnings("ignore:this update replaces the weights of averaged.module")
 @pytest.mark.parametrize("way", EVERY_WAY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_to_empty_starts_anew(dtype, way):

@@ -29,8 +29,9 @@ def check_shards(average: Any, new: Any, name_of: Callable[[], str]) -> None:
     if is_sharded(average) != is_sharded(new):
         expected, got = ("a DTensor", "a plain tensor") if is_sharded(average) else ("a plain tensor", "a DTensor")
         raise TypeError(
-            f"{name_of()}: expected {expected}, got {got}. Shard both alike (AveragedModel: pass a sharded copy of the "
-            "model as module=), or gather the DTensor with full_tensor()"
+            f"{name_of()}: expected {expected}, got {got}. Right after a forward FSDP2 modules hold plain tensors: "
+            "call their reshard() before reading parameters. Else shard both alike (AveragedModel: pass a sharded copy "
+            "of the model as module=), or gather the DTensor with full_tensor()"
         )
     if not is_sharded(average):
         return

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from functavg.advice import advise
 from functavg.kernels.torch.dtensor import check_shape, check_shards, get_shards
 from functavg.kernels.torch.groups import COMPLEX, KINDS, PLAIN, POOR, Group, is_transformed, kind_of, refusal
 from functavg.kernels.torch.memory import are_disjoint, check_writable, identities
@@ -132,7 +133,7 @@ def _check_leaves(
     for index, new in enumerate(news):
         for average in [olds[index] for olds in averages]:
             if not isinstance(new, Tensor):
-                raise TypeError(f"{name_of(index)}: expected a torch tensor, got {type(new).__name__}")
+                raise TypeError(f"{name_of(index)}: expected a torch tensor, got {type(new).__name__}{advise(new)}")
             reason = refusal(average) or refusal(new)
             if reason is not None:
                 raise TypeError(f"{name_of(index)}: expected a dense tensor, got {reason}")

@@ -1,0 +1,186 @@
+"""The state behind a module that holds an average: what its tensors and its count buffer do not hold themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functavg import trees
+from functavg.functional import lerp
+from functavg.identity import are_shared
+from functavg.nn.master_copies import MasterCopies
+from functavg.nn.trusted import Trusted
+from functavg.rules.base import AveragingRule
+from functavg.state import AverageState, Count
+
+Values = dict[str, Tensor]
+
+
+class HeldState:
+    """An AverageState of which a module holds the rounding of the average, or of the first one of several.
+
+    The count stands in a buffer. On the CPU it is read from there each time, which waits for nothing. Elsewhere the
+    count that was last read or written is trusted while the buffer is (see ``Trusted``). A meta buffer has no value:
+    the host's counts.
+
+    Attributes:
+        masters: the averages in the precision that they are averaged in.
+        memory: the memory of the rule.
+
+    Args:
+        dtype: the dtype that averages are held in. Default: that of the tensors, at least float32.
+    """
+
+    def __init__(self, dtype: Any = None) -> None:
+        self.masters = MasterCopies(dtype)
+        self.memory: Any = ()
+        self.averages: Any = None  # all averages, with None in the place of the first
+        self.keys: tuple[str, ...] = ()  # where the first stands among several
+        self._tied = False
+        self._count = 0
+        self._known_count = Trusted()
+        self._start: list[tuple[Tensor, int]] = []
+
+    def init_(self, rule: AveragingRule, tensors: Values) -> None:
+        """Start from the tensors to average, as the ``init`` of a rule does."""
+        self.memory, self.averages, self.keys = (), None, ()
+        self._tied = are_shared(list(tensors.values()))
+        if type(rule).init is not AveragingRule.init:
+            values = self.masters.get_named(tensors)
+            state = rule.init(values)
+            self.keys = _find_first(state.average, trees.flatten(values)[1])
+            self.keep(state)
+        self.mark_start(tensors.values())
+
+    # ---- the count
+
+    def read_count(self, buffer: Tensor) -> int:
+        """Return the count."""
+        if buffer.device.type == "cpu":
+            self._count = int(buffer)
+        elif not buffer.is_meta and self._known_count.get([buffer]) is None:
+            self._count = int(buffer)
+            self._known_count.keep([buffer], [self._count])
+        return self._count
+
+    def write_count(self, buffer: Tensor, count: int) -> Tensor:
+        """Write the count; return the buffer, a new one where the old cannot be written to."""
+        if buffer.is_inference():
+            with torch.inference_mode(False):
+                buffer = torch.full_like(buffer, count)
+        else:
+            buffer.fill_(count)
+        self._count = count
+        if buffer.device.type != "cpu":
+            self._known_count.keep([buffer], [count])
+        return buffer
+
+    # ---- the state
+
+    def state(self, count: Count, values: Values | trees.NamedList) -> AverageState[Any]:
+        """Return the whole state, with the values of the first average."""
+        remembers = type(self.memory) is not tuple or len(self.memory) > 0
+        if remembers and isinstance(values, dict):  # a rule that gets no names remembers no tensors
+            tied = are_shared(list(values.values()))
+            if self._tied and not tied:
+                self._part()
+            self._tied = tied
+        return AverageState(count, _put(self.averages, self.keys, values), self.memory)
+
+    def keep(self, state: AverageState[Any]) -> None:
+        """Keep what the module does not hold."""
+        self.memory = state.memory
+        self.averages = _put(state.average, self.keys, None)
+
+    def take_over_(self, state: AverageState[Any], tensors: Values) -> None:
+        """Keep a whole state, the first average of it in these tensors."""
+        self.keep(state)
+        average = state.average
+        for key in self.keys:
+            average = average[key]
+        olds = list(tensors.values())
+        copies = self.masters.get(olds)
+        lerp(dict(zip(tensors, copies, strict=True)), average, 1.0, inplace=True)
+        if copies is not olds:
+            self.masters.write_(olds, copies)
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Move all tensors of the memory and of further averages as ``fn`` does, without changing their dtypes."""
+        done: dict[int, Tensor] = {}  # what is shared stays shared
+
+        def move(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) not in done:
+                moved = fn(leaf)
+                done[id(leaf)] = moved if moved.dtype == leaf.dtype else leaf.to(moved.device)
+            return done[id(leaf)]
+
+        self.memory, self.averages = trees.tree_map(move, (self.memory, self.averages))
+
+    def _part(self) -> None:
+        """Give tied tensors memory of their own, where the first average is tied no more: moves may part parameters."""
+        known: set[int] = set()
+
+        def part(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or id(leaf) not in known:
+                known.add(id(leaf))
+                return leaf
+            return leaf.clone()
+
+        self.memory, self.averages = trees.tree_map(part, (self.memory, self.averages))
+
+    # ---- weights that somebody else put into an average of nothing
+
+    def mark_start(self, tensors: Iterable[Tensor]) -> None:
+        """Remember the tensors as they are before the first update."""
+        self._start = [(tensor, _get_version(tensor)) for tensor in tensors]
+
+    def were_written(self, tensors: list[Tensor]) -> bool:
+        """Tell whether somebody wrote to the tensors, or put others in their places, since ``mark_start``."""
+        if len(tensors) != len(self._start):
+            return False
+        return any(
+            _get_version(tensor) != version if tensor is start else not _are_equal(tensor, start)
+            for tensor, (start, version) in zip(tensors, self._start, strict=True)
+        )
+
+    # ---- copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but what holds for this object's tensors only: versions are not those of a copy."""
+        return vars(self) | {"_known_count": Trusted(), "_start": [tensor for tensor, _ in self._start]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take everything over, for the tensors as they are now."""
+        vars(self).update(state)
+        self._start = [(tensor, _get_version(tensor)) for tensor in state["_start"]]
+
+
+def _find_first(average: Any, spec: Any) -> tuple[str, ...]:
+    """Return the keys that lead to the first tree of this structure."""
+    if trees.flatten(average)[1] == spec:
+        return ()
+    key = next(iter(average))
+    return (key, *_find_first(average[key], spec))
+
+
+def _put(averages: Any, keys: tuple[str, ...], values: Any) -> Any:
+    """Return the averages with ``values`` where the keys lead."""
+    if not keys:
+        return values
+    return {**averages, keys[0]: _put(averages[keys[0]], keys[1:], values)}
+
+
+def _get_version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _are_equal(tensor: Tensor, start: Tensor) -> bool:
+    """Tell whether a tensor is a moved or converted one; one that was sharded since is taken for it."""
+    if type(tensor) is not type(start) or tensor.is_meta or start.is_meta:
+        return True
+    return tensor.shape == start.shape and torch.equal(tensor.detach(), start.detach().to(tensor))

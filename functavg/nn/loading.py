@@ -1,0 +1,191 @@
+"""One load of a state_dict into an average: it takes over what fits, or changes nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from functavg.kernels.torch.dtensor import get_shard, is_sharded
+from functavg.nn.extra_state import find_problem, get_shape, load_extra_state, make_extra_state, resume_from
+
+Slot = tuple[dict[str, Any], str]
+"""The store of a module and the name of a tensor in it."""
+
+
+@dataclass
+class Loading:
+    """What one ``load_state_dict`` has to know from its beginning to its end.
+
+    While torch loads the module, the master copies of its low-precision tensors stand in their places: so their values
+    arrive unrounded, whatever hooks do to names.
+
+    Args:
+        strict: whether everything has to fit; None: the module around the average decides.
+
+    Attributes:
+        end_sharing: called at the end of the load, brings back tensors that are shared with the model.
+    """
+
+    strict: bool | None
+    extra: dict[str, Any] = field(default_factory=dict)
+    end_sharing: Callable[[], None] = lambda: None
+    _backup: Any = None
+    _places: dict[int, tuple[Tensor, Tensor, list[Slot]]] = field(default_factory=dict)
+
+    def begin(self, averaged: Any, keys: Mapping[str, Any], prefix: str, errors: list[str]) -> None:
+        """Put the master copies into the places of their tensors, and keep what the load may overwrite."""
+        self._prefix, self._errors, self._known_errors = prefix, errors, len(errors)
+        self._has_weights = any(name.startswith(f"{prefix}module.") for name in keys)
+        self._has_count = f"{prefix}n_averaged" in keys
+        held, tensors = averaged._held, averaged._averaged()
+        masters = held.masters.get_named(tensors)
+        if not _is_sure(averaged, keys, prefix):
+            self._backup = Backup(averaged, masters)
+        low = {id(tensor): masters[name] for name, tensor in tensors.items() if masters[name] is not tensor}
+        stores = [store for part in averaged.module.modules() for store in (part._parameters, part._buffers)]
+        for store in stores:
+            for name, tensor in store.items():
+                if id(tensor) in low:
+                    master = low[id(tensor)]
+                    if isinstance(tensor, Parameter):
+                        master = Parameter(master, requires_grad=tensor.requires_grad)
+                    _, master, slots = self._places.setdefault(id(tensor), (tensor, master, []))
+                    slots.append((store, name))
+                    store[name] = master
+
+    def finish(self, averaged: Any, missing: list[str]) -> None:
+        """Put the tensors back with the rounding of what was loaded, and take over the rest, or undo everything."""
+        if len(self._errors) > self._known_errors:
+            self.undo(averaged)
+            return
+        self._end_sharing()
+        self._round(averaged)
+        held, rule = averaged._held, averaged.rule
+        averaged.n_averaged = averaged.n_averaged.to(torch.int64)
+        key = f"{self._prefix}_extra_state"
+        is_missing = key in missing
+        if self._has_weights and not self._has_count:
+            warnings.warn(
+                f"the state_dict has no {self._prefix}n_averaged: its weights are taken for an average of count 1, "
+                "so the next update averages them instead of replacing them",
+                stacklevel=2,
+            )
+            averaged.n_averaged = held.write_count(averaged.n_averaged, 1)
+        if self._has_weights or not is_missing:
+            problem = find_problem(held, rule, self.extra)
+            if problem is None:
+                load_extra_state(held, rule, self.extra)
+            elif self.strict:
+                self._errors.append(
+                    f"{problem}. Load it into an AveragedModel with the rule that wrote it; or with strict=False, "
+                    "which takes over what fits."
+                )
+            else:
+                self._take_over(averaged, problem)
+                missing += [] if is_missing else [key]
+        if is_missing and make_extra_state(held, rule) is None:
+            missing.remove(key)
+        count = held.read_count(averaged.n_averaged)
+        held.mark_start(() if count else averaged._averaged().values())
+
+    def undo(self, averaged: Any) -> None:
+        """Bring everything back that the load has changed."""
+        self._end_sharing()
+        for tensor, _, slots in self._places.values():
+            for store, name in slots:
+                store[name] = tensor
+        self._places = {}
+        if self._backup is not None:
+            self._backup.restore(averaged)
+
+    def _end_sharing(self) -> None:
+        end, self.end_sharing = self.end_sharing, lambda: None
+        end()
+
+    def _round(self, averaged: Any) -> None:
+        """Write the rounding of the loaded values into the tensors that master copies stood for."""
+        masters = averaged._held.masters
+        pairs = []
+        for tensor, master, slots in self._places.values():
+            store, name = slots[0]
+            given: Tensor = store[name]
+            if given is not master:  # assigned
+                low, is_parameter = given.detach().to(tensor.dtype), isinstance(tensor, Parameter)
+                tensor = Parameter(low, requires_grad=tensor.requires_grad) if is_parameter else low
+                master = given.to(master.dtype)
+            for store, name in slots:
+                store[name] = tensor
+            pairs.append((tensor, master.detach()))
+        self._places = {}
+        masters.write_([tensor for tensor, _ in pairs], [master for _, master in pairs])
+
+    def _take_over(self, averaged: Any, problem: str) -> None:
+        """Take over what fits of the state of another rule, or of a smaller model."""
+        held, rule, tensors = averaged._held, averaged.rule, averaged._averaged()
+        values = {name: value.detach() for name, value in held.masters.get_named(tensors).items()}
+        count = held.read_count(averaged.n_averaged)
+        state = resume_from(held, rule, self.extra, count, values)
+        with torch.inference_mode(False), torch.no_grad():
+            held.take_over_(state, tensors)
+        averaged.n_averaged = held.write_count(averaged.n_averaged, int(state.count))
+        warnings.warn(
+            f"{problem}. The average and its count go on; what is missing started from the average, or anew",
+            stacklevel=2,
+        )
+
+
+def _is_sure(averaged: Any, given: Mapping[str, Any], prefix: str) -> bool:
+    """Tell whether a state_dict has just what the average has, in the same shapes, and no hook reads it.
+
+    A load of it does not fail, so that nothing has to be kept.
+    """
+    if any(part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks for part in averaged.module.modules()):
+        return False
+    own = averaged.state_dict(prefix=prefix)
+    given = {name: value for name, value in given.items() if name.startswith(prefix)}
+    if own.keys() != given.keys():
+        return False
+    extra = given.get(f"{prefix}_extra_state", {})
+    return find_problem(averaged._held, averaged.rule, extra if isinstance(extra, dict) else {}) is None and all(
+        get_shape(value) == get_shape(given[name]) and is_sharded(value) == is_sharded(given[name])
+        for name, value in own.items()
+    )
+
+
+class Backup:
+    """Everything that a load may overwrite: values, on the CPU, and which tensors stand where."""
+
+    def __init__(self, averaged: Any, masters: Mapping[str, Tensor]) -> None:
+        self._stores = [
+            (store, dict(store)) for part in averaged.modules() for store in (part._parameters, part._buffers)
+        ]
+        everything = [tensor for _, content in self._stores for tensor in content.values()] + list(masters.values())
+        distinct = {id(tensor): tensor for tensor in everything if tensor is not None and not tensor.is_meta}
+        self._tensors = list(distinct.values())
+        self._values = [
+            get_shard(tensor).detach().to("cpu", copy=True) for tensor in self._tensors if not tensor.is_meta
+        ]
+        self._tensors = [tensor for tensor in self._tensors if not tensor.is_meta]
+        tensors = averaged._averaged()
+        self._masters = list(tensors.values()), [masters[name] for name in tensors]
+        self._held = averaged._held
+        self._rest = self._held.memory, self._held.averages
+        self._count = self._held.read_count(averaged.n_averaged)
+
+    def restore(self, averaged: Any) -> None:
+        """Bring everything back."""
+        with torch.inference_mode(False), torch.no_grad():
+            for store, content in self._stores:
+                store.clear()
+                store.update(content)
+            for tensor, value in zip(self._tensors, self._values, strict=True):
+                get_shard(tensor).copy_(value)
+        self._held.memory, self._held.averages = self._rest
+        self._held.masters.keep(*self._masters)
+        averaged.n_averaged = self._held.write_count(averaged.n_averaged, self._count)
