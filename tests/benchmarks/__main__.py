@@ -187,9 +187,14 @@ def _device() -> torch.device:
 
 
 def _machine() -> dict[str, str]:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU thread(s)"
+    threads = torch.get_num_threads()
+    device = f"{threads} CPU thread{'s' if threads > 1 else ''}"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
     return {
-        "clock": "wall time" if measure.clock is time.perf_counter else "CPU time, as others used the machine",
+        "clock": "wall time"
+        if measure.clock is time.perf_counter
+        else "CPU time, on a machine that did other work, too",
         "machine": f"{platform.machine()}, {device}",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -226,7 +231,7 @@ What one update of an average costs, beside what else you could call. On a large
 takes to read two values and write one for each parameter, which is little beside a step of training. On a small net it
 is some tens of microseconds of Python, a little more than the class of torch takes, which checks nothing.
 
-Measured in {clock}, on {machine}, with Python {python}, torch {torch} and numpy {numpy}, by
+Measured in {clock}: {machine}, with Python {python}, torch {torch} and numpy {numpy}, by
 
 ```shell
 tox -e bench  # python -m tests.benchmarks, which writes this page
