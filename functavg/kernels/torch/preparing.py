@@ -94,11 +94,11 @@ def _group_at_one_look(lists: Lists, count: int, apart: int) -> list[Group] | No
 def _split(size: int, *facts: list[Any]) -> dict[tuple[Any, ...], Sequence[int]]:
     """Return the indices of leaves with all facts in common, by these; each list has ``size``, one after another."""
     starts = range(0, len(facts[0]), size)
-    rows = list(zip(*[fact[start : start + size] for fact in facts for start in starts], strict=True))
-    if rows.count(rows[0]) == size:
-        return {rows[0]: range(size)}
+    columns = [fact[start : start + size] for fact in facts for start in starts]
+    if [column.count(column[0]) for column in columns] == [size] * len(columns):
+        return {tuple([column[0] for column in columns]): range(size)}
     indices: dict[tuple[Any, ...], Any] = {}
-    for index, row in enumerate(rows):
+    for index, row in enumerate(zip(*columns, strict=True)):
         indices.setdefault(row, []).append(index)
     return indices
 
