@@ -19,6 +19,7 @@ LAYERS = [
     ["functavg"],
     ["functavg.__main__"],
     ["functavg.commands"],
+    ["functavg.integrations"],
     ["functavg.checkpoints"],
     ["functavg.swa_utils"],
     ["functavg.nn"],
@@ -118,6 +119,11 @@ def test_importing_functavg_loads_no_array_framework_but_numpy() -> None:
     loaded = loaded_by("import functavg; [getattr(functavg, name) for name in ('EMA', 'SWA', 'lerp', 'units')]")
     assert "numpy" in loaded
     assert not {"torch", "jax", "jaxlib", "ml_dtypes", "matplotlib"} & loaded
+
+
+def test_the_integrations_load_no_framework_until_one_of_them_is_imported() -> None:
+    loaded = loaded_by("import functavg, functavg.integrations")
+    assert not {"torch", "transformers", "accelerate", "peft", "lightning", "pytorch_lightning"} & loaded
 
 
 def test_averaging_numpy_arrays_never_loads_torch() -> None:
