@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__: list[str] = []
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, TypeAlias, TypeVar
 
@@ -45,7 +46,8 @@ def track(
     if progress is False:
         return iter(iterable)
     if total is None and isinstance(iterable, Sized):
-        total = len(iterable)
+        with contextlib.suppress(TypeError):  # a DataLoader of an IterableDataset has a length that raises
+            total = len(iterable)
     if progress is True:
         return _draw(iterable, total, description)
     return _report(iterable, progress, total)

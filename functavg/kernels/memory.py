@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__: list[str] = []
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ EFFORT = 10_000
 """How long to search for an element that two interleaved arrays share; undecided counts as shared."""
 
 
-def are_disjoint(starts: Sequence[int], sizes: Sequence[int]) -> bool:
+def are_disjoint(starts: Sequence[int], sizes: Iterable[int]) -> bool:
     """Tell whether spans of memory are disjoint: each ends before the next one starts.
 
     Starts and ends are sorted apart, which needs no pairs: spans are disjoint exactly if no span starts before all that
