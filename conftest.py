@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import tempfile
 from typing import Any
@@ -18,6 +19,10 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 collect_ignore_glob = ["docs/*.py"]  # those of the build, in folders too
+# Pages about libraries that not every version of Python has.
+collect_ignore = [
+    page for page, library in {"docs/howto/flax.md": "flax"}.items() if importlib.util.find_spec(library) is None
+]
 
 
 def _enter_empty_folder(namespace: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ LAYERS = [
     ["functavg"],
     ["functavg.__main__"],
     ["functavg.commands"],
+    ["functavg.integrations"],
     ["functavg.checkpoints"],
     ["functavg.swa_utils"],
     ["functavg.nn"],

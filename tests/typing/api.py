@@ -70,7 +70,7 @@ assert_type(posthoc.merge_coefficients("linear", 5), NDArray[np.float64])
 # ---- modules
 
 model = nn.Linear(2, 2)
-averaged = functavg.AveragedModel(model, rule=rule, dtype=torch.float32)
+averaged = functavg.AveragedModel(model, rule=rule, dtype=torch.float32, share=lambda name, tensor: name == "bias")
 averaged.update_parameters(model, steps=3)
 handle = averaged.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
 handle.remove()
@@ -79,6 +79,8 @@ with functavg.swapped(model, averaged) as inside:
 averaged.copy_to(model)
 assert_type(averaged.rule, functavg.AveragingRule)
 functavg.update_bn([torch.zeros(2, 2)], averaged, device="cpu")
+functavg.soft_update(averaged.module, model, 0.005)
+functavg.soft_update([averaged.module], (model,), torch.tensor(0.005), buffers="average")
 swa_utils.AveragedModel(model, None, swa_utils.get_ema_avg_fn(0.9), use_buffers=lambda name, buffer: "mean" in name)
 
 
