@@ -82,3 +82,5 @@ python_use_unqualified_type_names = True
 
 codeautolink_concat_default = True
 codeautolink_custom_blocks = {"python": None}
+# The callbacks are documented without their frameworks.
+autodoc_mock_imports = ["lightning", "transformers"]

@@ -1,7 +1,7 @@
 """Put the text of README.md into a page, its links pointing into the site.
 
 ``<!-- README -->`` stands for all of it, ``<!-- README until "## A" -->`` for what comes before a line that begins so,
-``<!-- README from "## A" -->`` for that line and the rest.
+``<!-- README from "## A" -->`` for that line and the rest, ``<!-- README until "## B" from "## A" -->`` for what is between.
 """
 
 from __future__ import annotations

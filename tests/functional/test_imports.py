@@ -121,6 +121,11 @@ def test_importing_functavg_loads_no_array_framework_but_numpy() -> None:
     assert not {"torch", "jax", "jaxlib", "ml_dtypes", "matplotlib"} & loaded
 
 
+def test_the_integrations_load_no_framework_until_one_of_them_is_imported() -> None:
+    loaded = loaded_by("import functavg, functavg.integrations")
+    assert not {"torch", "transformers", "accelerate", "peft", "lightning", "pytorch_lightning"} & loaded
+
+
 def test_averaging_numpy_arrays_never_loads_torch() -> None:
     loaded = loaded_by(
         """
