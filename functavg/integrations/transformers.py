@@ -91,7 +91,7 @@ class AveragingCallback(TrainerCallback):
 
     @property
     def state(self) -> AverageState[Any]:
-        """The state of the rule: the count, the average by name, its memory.
+        """The state of the rule, with the average by name.
 
         Raises:
             RuntimeError: no training has begun.
