@@ -67,6 +67,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(functavg\.state\.)?(Count|PyTree|Progress|Weight)"),  # names for what a type cannot say
     ("py:.*", r"functavg\.rules\.saved\.Saved"),  # passed between functavg's own functions
     ("py:class", "Trainer"),  # of frameworks that the build does not load
+    ("py:.*", r"Trainer"),  # of transformers, or of lightning
     ("py:.*", r"(accelerate|equinox|flax|jax|lightning|optax|orbax|peft|pytorch_lightning|transformers)\..*"),
 ]
 

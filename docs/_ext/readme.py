@@ -1,7 +1,8 @@
 """Put the text of README.md into a page, its links pointing into the site.
 
 ``<!-- README -->`` stands for all of it, ``<!-- README until "## A" -->`` for what comes before a line that begins so,
-``<!-- README from "## A" -->`` for that line and the rest.
+``<!-- README from "## A" -->`` for that line and the rest, and ``<!-- README until "## B" from "## A" -->`` for what is
+between.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from sphinx.application import Sphinx
 
-MARK = re.compile(r'^<!-- README(?: until "(?P<until>.+)")?(?: from "(?P<start>.+)")? -->$', re.MULTILINE)
+MARK = re.compile(r'^<!-- README(?: until "(?P<until>[^"]+)")?(?: from "(?P<start>[^"]+)")? -->$', re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)(?P<path>[^)#]*)(?P<anchor>#[^)]*)?\)")
 
 
