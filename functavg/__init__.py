@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from functavg.nn.functions import get_swa_avg_fn as get_swa_avg_fn
     from functavg.nn.functions import get_swa_multi_avg_fn as get_swa_multi_avg_fn
     from functavg.nn.swap import swapped as swapped
+    from functavg.nn.targets import soft_update as soft_update
 
 __version__ = "0.1.0"
 
@@ -53,6 +54,7 @@ _NEEDS_TORCH = {
     "get_ema_multi_avg_fn": "functavg.nn.functions",
     "get_swa_avg_fn": "functavg.nn.functions",
     "get_swa_multi_avg_fn": "functavg.nn.functions",
+    "soft_update": "functavg.nn.targets",
     "swapped": "functavg.nn.swap",
     "update_bn": "functavg.nn.batch_norm",
 }
@@ -86,6 +88,7 @@ __all__ = [
     "posthoc",
     "profile",
     "schedules",
+    "soft_update",
     "swa_utils",
     "swapped",
     "to_state_dict",

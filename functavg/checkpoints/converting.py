@@ -55,7 +55,7 @@ def convert(
         count: the steps that were averaged. Default: what the checkpoint says; timm and Composer say nothing.
 
     Returns:
-        What ``to`` says, with the tensors only: what modules keep as ``_extra_state`` is left out. They share no
+        What ``to`` says, with the tensors only; what modules keep as ``_extra_state`` is left out. They share no
         memory with a ``source`` that is a dict; those of a file of ``torch.save`` are mapped into memory.
 
     Raises:

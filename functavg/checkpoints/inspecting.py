@@ -29,6 +29,11 @@ class Holding:
         nbytes: the number of their bytes.
         dtypes: the number of tensors of each dtype.
         ties: names of tensors that are one, a list for each.
+
+    Example:
+        >>> from functavg.checkpoints import Holding
+        >>> Holding("model", tensors=1, elements=6, nbytes=24, dtypes={"float32": 1}, ties=[]).nbytes
+        24
     """
 
     key: str
@@ -51,6 +56,16 @@ class Inspection:
         record: what functavg wrote about how the file came about; empty in others.
         metadata: the metadata of a safetensors file.
         holds: its dicts of tensors.
+
+    Example:
+        >>> import os, tempfile, torch
+        >>> from functavg import checkpoints
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = os.path.join(folder, "run.pt")
+        ...     torch.save({"model": {"w": torch.zeros(2, 3)}, "epoch": 4}, file)
+        ...     found = checkpoints.inspect(file)
+        >>> found.format, [(held.key, held.elements) for held in found.holds]
+        ('torch', [('model', 6)])
     """
 
     path: Path

@@ -62,7 +62,15 @@ def load_state(path: str | os.PathLike[str], like: Any) -> AverageState[Any]:
         CheckpointError: the file is no such file or not whole, or names or shapes are not those of ``like``.
 
     Example:
-        See :func:`save_state`.
+        >>> import os, tempfile, functavg, numpy as np
+        >>> from functavg import checkpoints
+        >>> params, rule = {"w": np.zeros(2)}, functavg.EMA(0.9)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = os.path.join(folder, "ema.safetensors")
+        ...     checkpoints.save_state(file, rule.update(params, rule.init(params)), rule)
+        ...     state = checkpoints.load_state(file, params)
+        >>> state.count, type(state.average["w"]).__name__
+        (1, 'ndarray')
     """
     file = Path(path)
     reader = open_file(file)

@@ -34,7 +34,14 @@ def step_of(path: str | os.PathLike[str]) -> int | None:
 
 
 def sort_by_step(paths: Iterable[Path]) -> list[Path]:
-    """Return paths in the order of the steps in their names, those without one first, by name."""
+    """Return paths in the order of the steps in their names, those without one first, by name.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from functavg import checkpoints
+        >>> [path.name for path in checkpoints.sort_by_step(map(Path, ("step-20.pt", "step-3.pt", "last.pt")))]
+        ['last.pt', 'step-3.pt', 'step-20.pt']
+    """
     return sorted(paths, key=lambda path: (-1 if (step := step_of(path)) is None else step, str(path)))
 
 

@@ -41,6 +41,17 @@ class Averaged:
         tensors: how many tensors the output holds, of tied ones one.
         nbytes: how many bytes they have.
         synthesis: the coefficients and how close they come, where :func:`posthoc` solved for the weights.
+
+    Example:
+        >>> import os, tempfile, torch
+        >>> from functavg import checkpoints
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     files = [os.path.join(folder, f"step-{step}.pt") for step in (1, 2)]
+        ...     for file in files:
+        ...         torch.save({"w": torch.zeros(3)}, file)
+        ...     done = checkpoints.average(files, os.path.join(folder, "mean.pt"))
+        >>> done.weights, done.tensors, done.nbytes
+        ((0.5, 0.5), 1, 12)
     """
 
     output: Path

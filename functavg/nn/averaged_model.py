@@ -116,7 +116,7 @@ class AveragedModel(SavedAverage):
 
     @property
     def rule(self) -> AveragingRule:
-        """The rule that updates follow: that of ``multi_avg_fn`` or ``avg_fn``, else the one given, else ``SWA()``."""
+        """The rule that updates follow, that of ``multi_avg_fn`` or ``avg_fn``, else the one given, else ``SWA()``."""
         fn = self.avg_fn if self.multi_avg_fn is None else self.multi_avg_fn
         if fn is None:
             return SWA() if self._rule is None else self._rule
@@ -124,7 +124,7 @@ class AveragedModel(SavedAverage):
 
     @property
     def state(self) -> AverageState[Any]:
-        """The state behind the module: the count, the averages by name (not copies) and the memory of the rule."""
+        """The state behind the module, with the count, the averages by name (not copies) and the memory of the rule."""
         return self._held.state(self._held.read_count(self.n_averaged), self._values())
 
     def extra_repr(self) -> str:

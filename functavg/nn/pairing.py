@@ -162,7 +162,7 @@ class Pairs:
         found = [(mine, theirs, name.rpartition(".")[2]) for name, mine, theirs in stores if name in names]
         return [(mine, theirs, key) for mine, theirs, key in found if mine.get(key) is not theirs.get(key)]
 
-    def drop_none(self) -> None:
+    def drop_none(self, called: str, advice: str) -> None:
         """Leave out parameters that are None in both.
 
         Raises:
@@ -185,9 +185,8 @@ class Pairs:
             has += _parameter_names(other, _prefix(node))
         if lacks or has:
             raise ValueError(
-                f"the model does not have the parameters of the average: missing {some(lacks)}; "
-                f"unexpected {some(has)}. Update from the model that the average was made of, or make a new "
-                "AveragedModel"
+                f"the model does not have the parameters of the {called}: missing {some(lacks)}; "
+                f"unexpected {some(has)}. {advice}"
             )
         self._kept = kept
         self.averages = [self.averages[index] for index in kept]
@@ -198,11 +197,23 @@ _Node = tuple[Any, str]  # of the module above, None for the whole model, and th
 _Span = tuple[_Node | None, list[str], Module, Module]  # names of consecutive tensors, with the modules that hold them
 
 
-def pair(average: Module, model: Module) -> Pairs:
+def pair(
+    average: Module,
+    model: Module,
+    *,
+    called: str = "average",
+    advice: str = "Update from the model that the average was made of, or make a new AveragedModel",
+) -> Pairs:
     """Return the parameters and buffers of an average with those of a model, in the order of ``named_parameters``.
 
     The two are walked together, module by module. Nothing is remembered from one call to the next, so no parameter that
     was assigned anew can be missed. FSDP2 modules are resharded on the way.
+
+    Args:
+        average: the module that is to be written to.
+        model: the module that is read.
+        called: what messages call the average.
+        advice: what they tell to do.
 
     Raises:
         TypeError: the model is an FSDP1 model.
@@ -254,7 +265,7 @@ def pair(average: Module, model: Module) -> Pairs:
                     waiting.append(((node, name), ours, its))
                 elif ours is not its:
                     unpaired.append(((node, name), ours, its))
-    pairs.drop_none()
+    pairs.drop_none(called, advice)
     return pairs
 
 

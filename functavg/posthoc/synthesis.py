@@ -34,6 +34,13 @@ class Synthesis:
             updates.
         amplification: ``sum_k |c_k|``, at least 1: the rounding errors of the snapshots as stored come into the result
             at most so many times as large. Mind it with float16 files.
+
+    Example:
+        >>> import functavg
+        >>> from functavg import PowerEMA
+        >>> found = functavg.posthoc.solve([(PowerEMA(17), 1000), (PowerEMA(7), 1000)], (PowerEMA(7), 1000))
+        >>> (found.coefficients.round(6) + 0.0).tolist(), round(found.residual, 6), round(found.amplification, 6)
+        ([0.0, 1.0], 0.0, 1.0)
     """
 
     coefficients: Float64
@@ -62,7 +69,7 @@ def solve(snapshots: Iterable[Any], target: Any) -> Synthesis:
         target: what to make of them. Best at the time of a snapshot: what came after the last one is in none.
 
     Returns:
-        The Synthesis: coefficients, in float64 as the problem is badly conditioned, and the residual to expect.
+        The Synthesis, with coefficients in float64 as the problem is badly conditioned, and the residual to expect.
 
     Raises:
         TypeError: something is neither a pair nor a Profile, or has several averages.

@@ -25,6 +25,7 @@ RUNS = {
     "several_averages": (["--steps", "150"], ["raw", "half-life 20", "half-life 500", "last 5 snapshots"]),
     "fsdp2": (["--steps", "40"], ["2 ranks", "raw", "EMA", "resumed at step 20", "at step 40", "the same bits"]),
     "posthoc": (["--steps", "300"], ["8 snapshots", "0.05", "0.10", "best"]),
+    "mean_teacher": (["--steps", "40"], ["labels and teacher", "student", "Test accuracy, 40 labels"]),
 }
 # Examples for several processes, which a launcher starts.
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -84,6 +85,7 @@ def test_an_example_runs_and_prints_its_results(name, tmp_path):
         ("jax_loop", ["--epochs", "0"], "--epochs must be at least 1, got 0"),
         ("several_averages", ["--steps", "74"], "--steps must be at least 75, got 74"),
         ("posthoc", ["--steps", "74"], "--steps must be at least 75, got 74"),
+        ("mean_teacher", ["--steps", "0"], "--steps must be at least 1, got 0"),
     ],
 )
 def test_an_example_refuses_a_run_too_short_to_show_anything(name, options, message, monkeypatch, capsys):

@@ -79,6 +79,8 @@ with functavg.swapped(model, averaged) as inside:
 averaged.copy_to(model)
 assert_type(averaged.rule, functavg.AveragingRule)
 functavg.update_bn([torch.zeros(2, 2)], averaged, device="cpu")
+functavg.soft_update(averaged.module, model, 0.005)
+functavg.soft_update([averaged.module], (model,), torch.tensor(0.005), buffers="average")
 swa_utils.AveragedModel(model, None, swa_utils.get_ema_avg_fn(0.9), use_buffers=lambda name, buffer: "mean" in name)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from functavg.kernels import memory
 from functavg.kernels.torch.dtensor import get_shard
@@ -92,7 +93,7 @@ def _has_address(leaf: Any) -> bool:
 
 
 def _is_expanded(leaf: Any) -> bool:
-    if leaf.is_nested or leaf.layout != torch.strided or leaf.numel() == 0:
+    if leaf.is_nested or leaf.layout != torch.strided or is_lazy(leaf) or leaf.numel() == 0:
         return False
     return any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
 
