@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from functavg.integrations.requiring import require
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerCallback
+    import transformers
+    from transformers import TrainerCallback
 else:
     TrainerCallback = require("transformers", "transformers").TrainerCallback
 
@@ -91,7 +92,7 @@ class AveragingCallback(TrainerCallback):
 
     @property
     def state(self) -> AverageState[Any]:
-        """The state of the rule: the count, the average by name, its memory.
+        """The state of the rule, with its count and the average by name.
 
         Raises:
             RuntimeError: no training has begun.
@@ -112,7 +113,7 @@ class AveragingCallback(TrainerCallback):
         with nullcontext() if self._is_in_model else average.inside():
             average.model.save_pretrained(folder, **options)  # type: ignore[operator]
 
-    def attach(self, trainer: Trainer) -> None:
+    def attach(self, trainer: transformers.Trainer) -> None:
         """Follow a Trainer that was made without this callback.
 
         Args:
