@@ -10,6 +10,7 @@ sys.path.insert(0, str(HERE / "_ext"))
 # The figures and the tutorial are computed by the build: without a screen, and the same whatever the machine has.
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it tells of each class that lacks a library of its own
 
 project = "functavg"
 author = "The functavg authors"
@@ -65,6 +66,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(functavg\.[\w.]+\.)?[A-Z]"),  # type variables
     ("py:.*", r"(functavg\.state\.)?(Count|PyTree|Progress|Weight)"),  # names for what a type cannot say
     ("py:.*", r"functavg\.rules\.saved\.Saved"),  # passed between functavg's own functions
+    ("py:class", "Trainer"),  # of frameworks that the build does not load
     ("py:.*", r"(accelerate|equinox|flax|jax|lightning|optax|orbax|peft|pytorch_lightning|transformers)\..*"),
 ]
 
@@ -78,9 +80,9 @@ autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 # What AveragedModel overrides has torch's documentation; the reference lists what functavg documents itself.
 autodoc_inherit_docstrings = False
-# The callbacks are documented without their frameworks.
-autodoc_mock_imports = ["lightning", "transformers"]
 python_use_unqualified_type_names = True
 
 codeautolink_concat_default = True
 codeautolink_custom_blocks = {"python": None}
+# The callbacks are documented without their frameworks.
+autodoc_mock_imports = ["lightning", "transformers"]

@@ -71,14 +71,20 @@ def check_plan(plan: PyTree, *, inplace: bool = False) -> Callable[[], PyTree]:
     """
     nodes, rebuild = _flatten_plan(plan)
     flattened: list[Any] = []
-    jobs = {index: _Job(node, flattened, inplace) for index, node in enumerate(nodes) if isinstance(node, Intention)}
-    batches = _batch([part for job in jobs.values() for part in job.parts])
-    for batch in batches:
-        batch[0].prepare(batch, inplace)
+    jobs = {index: _make_job(node, flattened) for index, node in enumerate(nodes) if isinstance(node, Intention)}
+    batches = []
+    for batch in _batch(list(jobs.values())):
+        if _prepare(batch, inplace, apart=False):
+            batches.append(batch)
+        else:
+            parts = _batch([part for job in batch for part in job.divide(inplace)])
+            for part in parts:
+                _prepare(part, inplace, apart=True)
+            batches += parts
 
     def commit() -> PyTree:
         for batch in batches:
-            batch[0].commit(batch, inplace)
+            _commit(batch, inplace)
         for index, job in jobs.items():
             nodes[index] = job.build_result()
         return rebuild(nodes)
@@ -97,60 +103,50 @@ def _flatten_plan(plan: PyTree) -> tuple[list[Any], Callable[[list[Any]], PyTree
     return nodes, spec.unflatten
 
 
+@dataclass(eq=False, slots=True)
 class _Job:
-    """One intention with its trees flattened, paired by path and divided into parts of one kernel."""
+    """The leaves of an intention, paired by path: all of them, or the distinct ones that one kernel takes."""
 
-    def __init__(self, intention: Lerp | Apply, flattened: list[Any], inplace: bool) -> None:
-        steps, self.tree = _unchain(intention)
-        self.apply = intention if isinstance(intention, Apply) else None
-        self.olds, self.spec = _flatten(self.tree, flattened)
-        self.steps = [(self._align(new, flattened), weight) for new, weight in steps]
-        roundings = intention.roundings if isinstance(intention, Lerp) else None
-        self.roundings = None if roundings is None else self._align(roundings, flattened)
-        self.parts = self._keep_whole(inplace) or self._divide(inplace)
-
-    def _align(self, tree: PyTree, flattened: list[Any]) -> list[Any]:
-        leaves, spec = _flatten(tree, flattened)
-        return trees.align(self.spec, spec, leaves, self.olds)
+    tree: PyTree
+    spec: Any
+    apply: Apply | None
+    kernel: Any  # None: no single one takes all leaves
+    olds: list[Any]
+    steps: list[tuple[list[Any], Weight]]
+    roundings: list[Any] | None
+    whole: _Job | None = None  # that this one is a part of
+    indices: Sequence[Sequence[int]] = ()  # in the whole, for each leaf those of all its aliases
+    groups: list[Any] = field(default_factory=list)  # for each step
+    results: Sequence[Any] = ()
 
     def name_of(self, index: int) -> str:
         """Return the path of a leaf."""
-        return trees.paths(self.spec)[index]
+        return trees.paths(self.spec)[index if self.whole is None else self.indices[index][0]]
+
+    def take(self, leaves: Sequence[Any]) -> None:
+        """Take the leaves after the last step as results."""
+        if self.whole is None:
+            self.results = leaves
+            return
+        results = self.whole.results = list(self.whole.results)
+        for aliases, leaf in zip(self.indices, leaves, strict=True):
+            for index in aliases:
+                results[index] = leaf
 
     def build_result(self) -> PyTree:
-        """Return the tree after all parts were committed; the old one itself where no leaf is a new object."""
-        leaves: Sequence[Any] = self.olds
-        parts, self.parts = self.parts, []  # parts know their job: without this, arrays would wait for the collector
-        for part in parts:
-            if part.indices is None:
-                leaves = part.results
-                continue
-            leaves = list(leaves)
-            for aliases, leaf in zip(part.indices, part.results, strict=True):
-                for index in aliases:
-                    leaves[index] = leaf
-        if leaves is self.olds or all(map(operator.is_, leaves, self.olds)):
+        """Return the tree after all steps; the old one itself where no leaf is a new object."""
+        if self.results is self.olds or all(map(operator.is_, self.results, self.olds)):
             return self.tree
-        return self.spec.unflatten(leaves)
+        return self.spec.unflatten(self.results)
 
-    def _keep_whole(self, inplace: bool) -> list[_Part] | None:
-        """Return one part with all leaves, where one kernel takes them all and no two lie over one memory."""
-        names = set(map(kernels.kernel_name_of, set(map(type, self.olds))))
-        if len(names) != 1 or None in names:
-            return None
-        kernel = kernels.load(names.pop())
-        news = self.steps[-1][0] if inplace else ()
-        if not kernel.are_disjoint(self.olds, news):
-            return None
-        return [_Part(self, kernel, None, self.olds, self.steps, self.roundings)]
-
-    def _divide(self, inplace: bool) -> list[_Part]:
-        """Return the parts, with each pair of the same two mutable arrays once.
+    def divide(self, inplace: bool) -> list[_Job]:
+        """Return the parts of this job, with each pair of the same two mutable arrays once.
 
         Raises:
-            TypeError: the average holds something that is no array, or one that cannot be written to.
-            ValueError: in place, where the average shares one array and the params do not, or where arrays overlap.
+            TypeError: the average holds something that is no array.
+            ValueError: in place, where the average shares one array and the params do not.
         """
+        self.results = self.olds
         others = [leaves for leaves, _ in self.steps] + ([] if self.roundings is None else [self.roundings])
         mine, *theirs = map(identities, (self.olds, *others))
         aliases: dict[str, dict[Hashable, list[int]]] = {}
@@ -171,65 +167,77 @@ class _Job:
             aliases.setdefault(name, {}).setdefault(pair, []).append(index)
         parts = []
         for name, pairs in aliases.items():
-            firsts = [indices[0] for indices in pairs.values()]
-            olds = [self.olds[index] for index in firsts]
-            steps = [([news[index] for index in firsts], weight) for news, weight in self.steps]
-            roundings = None if self.roundings is None else [self.roundings[index] for index in firsts]
-            part = _Part(self, kernels.load(name), list(pairs.values()), olds, steps, roundings)
-            if inplace:
-                part.kernel.check_writable(olds, steps[-1][0], part.name_of)
+            indices = list(pairs.values())
+            olds, *distinct = [[leaves[some[0]] for some in indices] for leaves in (self.olds, *others)]
+            steps = [(news, weight) for news, (_, weight) in zip(distinct, self.steps, strict=False)]
+            roundings = None if self.roundings is None else distinct[-1]
+            part = _Job(self.tree, self.spec, self.apply, kernels.load(name), olds, steps, roundings, self, indices)
             parts.append(part)
         return parts
 
 
-@dataclass(eq=False, slots=True)
-class _Part:
-    """Those distinct leaves of an intention that one kernel takes."""
+def _make_job(intention: Lerp | Apply, flattened: list[Any]) -> _Job:
+    """Return the job of an intention with its trees flattened.
 
-    job: _Job
-    kernel: Any
-    indices: Sequence[Sequence[int]] | None  # in the job, for each leaf those of all its aliases; None: all leaves
-    olds: list[Any]
-    steps: list[tuple[list[Any], Weight]]
-    roundings: list[Any] | None
-    groups: list[Any] = field(default_factory=list)  # for each step
-    results: Sequence[Any] = ()
+    Raises:
+        ValueError: the trees do not have the same paths.
+    """
 
-    def name_of(self, index: int) -> str:
-        """Return the path of a leaf."""
-        return self.job.name_of(index if self.indices is None else self.indices[index][0])
+    def align(tree: PyTree) -> list[Any]:
+        leaves, other = _flatten(tree, flattened)
+        return trees.align(spec, other, leaves, olds)
 
-    def prepare(self, batch: list[_Part], inplace: bool) -> None:
-        """Check that this part, and those batched with it, can take all that is to go into them."""
-        averages = [part.olds for part in batch]
-        for step, (news, weight) in enumerate(self.steps):
-            check_scalar(weight, self.olds[:1], "the weight")
-            groups = self.kernel.prepare(averages, news, self.name_of, self.roundings)
-            if self.job.apply is None:
-                weights = [weight] if len(batch) == 1 else [part.steps[step][1] for part in batch]
-                self.kernel.try_steps(groups, weights, inplace, self.name_of)
-            self.groups.append(groups)
+    steps, tree = _unchain(intention)
+    olds, spec = _flatten(tree, flattened)
+    names = set(map(kernels.kernel_name_of, set(map(type, olds))))
+    kernel = kernels.load(names.pop()) if len(names) == 1 and None not in names else None
+    apply, roundings = (intention, None) if isinstance(intention, Apply) else (None, intention.roundings)
+    aligned = [(align(new), weight) for new, weight in steps]
+    return _Job(tree, spec, apply, kernel, olds, aligned, None if roundings is None else align(roundings))
 
-    def commit(self, batch: list[_Part], inplace: bool) -> None:
-        """Commit this part, and those batched with it, which read the same new leaves."""
-        if self.job.apply is not None:
-            apply = self.job.apply
-            self.results = self.kernel.apply(
-                self.groups[0], apply.count, apply.fn, apply.grouped, inplace, self.name_of
-            )
-            return
-        results = self.kernel.lerp(self.groups[0], [part.steps[0][1] for part in batch], inplace)
-        for part, leaves in zip(batch, results, strict=True):
-            part.results = leaves
-        for (news, weight), groups in zip(self.steps[1:], self.groups[1:], strict=True):
-            if not all(map(operator.is_, self.results, self.olds)):  # the step before made new leaves
-                groups = self.kernel.prepare([list(self.results)], news, self.name_of, self.roundings)
-            (self.results,) = self.kernel.lerp(groups, [weight], True)
+
+def _prepare(batch: list[_Job], inplace: bool, *, apart: bool) -> bool:
+    """Check that jobs can take their steps towards the same leaves; tell whether that could be done at one look.
+
+    Those whose leaves are ``apart``, distinct arrays, are looked at leaf by leaf where it takes that.
+
+    Raises:
+        TypeError, ValueError: one cannot; the message names the leaf.
+    """
+    job = batch[0]
+    if job.kernel is None:
+        return False
+    averages = [other.olds for other in batch]
+    for step, (news, _) in enumerate(job.steps):
+        weights = None if job.apply is not None else [other.steps[step][1] for other in batch]
+        for weight in weights or ():
+            check_scalar(weight, job.olds[:1], "the weight")
+        groups = job.kernel.prepare(averages, news, job.name_of, job.roundings, weights, inplace, apart)
+        if groups is None:
+            return False
+        job.groups.append(groups)
+    return True
+
+
+def _commit(batch: list[_Job], inplace: bool) -> None:
+    """Take the steps of a batch."""
+    job = batch[0]
+    if job.apply is not None:
+        apply = job.apply
+        job.take(job.kernel.apply(job.groups[0], apply.count, apply.fn, apply.grouped, inplace, job.name_of))
+        return
+    results = job.kernel.lerp(job.groups[0], [other.steps[0][1] for other in batch], inplace)
+    for (news, weight), groups in zip(job.steps[1:], job.groups[1:], strict=True):
+        if not all(map(operator.is_, results[0], job.olds)):  # the step before made new leaves
+            groups = job.kernel.prepare(results, news, job.name_of, job.roundings)
+        results = job.kernel.lerp(groups, [weight], True)
+    for other, leaves in zip(batch, results, strict=True):
+        other.take(leaves)
 
 
 def _flatten(tree: PyTree, flattened: list[Any]) -> tuple[list[Any], Any]:
     """Flatten a tree once, however many intentions name it."""
-    if is_compiling():  # to the compiler of torch 2.10 dicts have no identity
+    if type(tree) is trees.NamedList or is_compiling():  # to the compiler of torch 2.10 dicts have no identity
         return trees.flatten(tree)
     for known, leaves, spec in flattened:
         if known is tree:
@@ -256,20 +264,18 @@ def _unchain(intention: Lerp | Apply) -> tuple[list[tuple[PyTree, Weight]], PyTr
     while isinstance(node, Lerp):
         steps.append((node.new, check_weight(node.weight)))
         node = node.old
-    steps.reverse()
-    moving = [(new, weight) for new, weight in steps if not (is_host(weight) and weight == 0)]
-    return moving or steps[-1:], node
+    return [step for step in reversed(steps) if not (is_host(step[1]) and step[1] == 0)] or steps[:1], node
 
 
-def _batch(parts: list[_Part]) -> list[list[_Part]]:
-    """Group parts that step towards the same new leaves, so that those are read and converted once."""
-    if len(parts) == 1:
-        return [parts]
-    batches: dict[Hashable, list[_Part]] = {}
-    for part in parts:
-        alone = part.job.apply is not None or len(part.steps) != 1 or part.roundings is not None
-        key: Hashable = id(part) if alone else (part.kernel.__name__, *objects(part.steps[0][0]))
-        batches.setdefault(key, []).append(part)
+def _batch(jobs: list[_Job]) -> list[list[_Job]]:
+    """Group jobs that step towards the same new leaves, so that those are read and converted once."""
+    if len(jobs) == 1:
+        return [jobs]
+    batches: dict[Hashable, list[_Job]] = {}
+    for job in jobs:
+        alone = job.kernel is None or job.apply is not None or len(job.steps) != 1 or job.roundings is not None
+        key: Hashable = id(job) if alone else (job.kernel.__name__, *objects(job.steps[0][0]))
+        batches.setdefault(key, []).append(job)
     return list(batches.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, TypeAlias, TypeVar
 
@@ -43,7 +44,8 @@ def track(
     if progress is False:
         return iter(iterable)
     if total is None and isinstance(iterable, Sized):
-        total = len(iterable)
+        with contextlib.suppress(TypeError):  # a DataLoader of an IterableDataset has a length that raises
+            total = len(iterable)
     if progress is True:
         return _draw(iterable, total, description)
     return _report(iterable, progress, total)

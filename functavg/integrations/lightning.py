@@ -96,7 +96,7 @@ class AveragingCallback(Callback):
 
     @property
     def state(self) -> AverageState[Any]:
-        """The state of the rule, with its count and the average by name.
+        """The state of the rule, with the average by name.
 
         Raises:
             RuntimeError: no training has begun.

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from functavg.integrations.requiring import require
 
 if TYPE_CHECKING:
-    import transformers
-    from transformers import TrainerCallback
+    from transformers import Trainer, TrainerCallback
 else:
     TrainerCallback = require("transformers", "transformers").TrainerCallback
 
@@ -92,7 +91,7 @@ class AveragingCallback(TrainerCallback):
 
     @property
     def state(self) -> AverageState[Any]:
-        """The state of the rule, with its count and the average by name.
+        """The state of the rule, with the average by name.
 
         Raises:
             RuntimeError: no training has begun.
@@ -113,7 +112,7 @@ class AveragingCallback(TrainerCallback):
         with nullcontext() if self._is_in_model else average.inside():
             average.model.save_pretrained(folder, **options)  # type: ignore[operator]
 
-    def attach(self, trainer: transformers.Trainer) -> None:
+    def attach(self, trainer: Trainer) -> None:
         """Follow a Trainer that was made without this callback.
 
         Args:

@@ -6,13 +6,12 @@ for errors.
 * ``refusal(leaf)``: why a leaf cannot be averaged, or None;
 * ``copy(leaf, dtype, device)``: a new array to start an average from;
 * ``cast(leaf, like)``: a leaf with the dtype and device of another;
-* ``are_disjoint(averages, news)``: whether all lie apart in memory; False also where it cannot be told at once;
 * ``identities(leaves)``: what is equal for leaves that are one array in memory;
-* ``check_writable(averages, news, name_of)``: checks that a step in place writes to nothing that it reads elsewhere;
-* ``prepare(averages, news, name_of, roundings=None)``: checks that each of the lists ``averages`` can take ``news``,
-  and groups them. ``roundings`` are tensors that take the first average in their own dtype, after a step in place;
-* ``try_steps(groups, weights, inplace, name_of)``: checks that arrays of other classes than the library's own can take
-  their steps;
+* ``prepare(averages, news, name_of, roundings=None, weights=None, inplace=False, apart=True)``: checks that each of the
+  lists ``averages`` can take a step of its weight towards ``news``, and returns them in groups. ``roundings`` are
+  tensors that take the first average in their own dtype, after a step in place. Averages that are ``apart`` are
+  distinct arrays, and are checked to be writable where the step is ``inplace``; of others it returns None where it
+  cannot tell at one look that they, and what is read while they are written to, lie apart in memory;
 * ``lerp(groups, weights, inplace)``: the step ``a + w (x - a)`` of each of the averages;
 * ``apply(groups, count, fn, grouped, inplace, name_of)``: a step by a user's function;
 * ``is_finite(leaves)``: whether they hold no NaN and no infinity, as a bool or a 0-d array.

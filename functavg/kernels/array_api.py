@@ -44,36 +44,18 @@ def cast(leaf: Any, like: Any) -> Any:
     return _placed(library.astype(library.asarray(leaf), like.dtype, copy=False), like)
 
 
-def are_disjoint(averages: Sequence[Any], news: Sequence[Any] = ()) -> bool:
-    """Return True: nothing is written to."""
-    del averages, news
-    return True
-
-
 def identities(leaves: Sequence[Any]) -> Sequence[Hashable]:
     """Return what differs for all leaves: no write could tell whether two lie over one memory."""
     return range(len(leaves))
 
 
-def check_writable(averages: Sequence[Any], news: Sequence[Any], name_of: Callable[[int], str]) -> None:
-    """Do nothing: nothing is written to."""
-    del averages, news, name_of
-
-
-def try_steps(groups: Groups, weights: list[Weight], inplace: bool, name_of: Callable[[int], str]) -> None:
-    """Do nothing: what cannot be computed raises before anything is written."""
-    del groups, weights, inplace, name_of
-
-
-def prepare(
-    averages: list[list[Any]], news: list[Any], name_of: Callable[[int], str], roundings: None = None
-) -> Groups:
-    """Return all leaves as arrays of the averages' library.
+def prepare(averages: list[list[Any]], news: list[Any], name_of: Callable[[int], str], *options: Any) -> Groups:
+    """Return all leaves as arrays of the averages' library; nothing is written to, so they may share memory.
 
     Raises:
         TypeError, ValueError: a new leaf cannot go into an average; the message names it.
     """
-    del roundings  # only modules of torch hold the rounding of an average
+    del options
     if not _fit(averages, news):
         news = [_check_leaf([olds[index] for olds in averages], new, index, name_of) for index, new in enumerate(news)]
     return averages, news

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ EFFORT = 10_000
 """How long to search for an element that two interleaved arrays share; undecided counts as shared."""
 
 
-def are_disjoint(starts: Sequence[int], sizes: Sequence[int]) -> bool:
+def are_disjoint(starts: Sequence[int], sizes: Iterable[int]) -> bool:
     """Tell whether spans of memory are disjoint: each ends before the next one starts.
 
     Starts and ends are sorted apart, which needs no pairs: spans are disjoint exactly if no span starts before all that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -43,14 +44,6 @@ def cast(leaf: Any, like: Any) -> Array:
     return np.asarray(leaf).astype(np.asarray(like).dtype, copy=False)
 
 
-def are_disjoint(averages: Sequence[Any], news: Sequence[Any] = ()) -> bool:
-    """Tell whether averages and new values all lie apart in memory; False also where it cannot be told at once."""
-    arrays = list(filter(_has_memory, [*averages, *news]))
-    if not all(array.flags.c_contiguous for array in arrays):
-        return False
-    return memory.are_disjoint(list(map(_address, arrays)), [array.nbytes for array in arrays])
-
-
 def identities(leaves: Sequence[Any]) -> list[Hashable]:
     """Return what is equal for arrays in one place of memory: two views may be one weight. Numbers are in none."""
     return [
@@ -59,7 +52,14 @@ def identities(leaves: Sequence[Any]) -> list[Hashable]:
     ]
 
 
-def check_writable(averages: Sequence[Any], news: Sequence[Any], name_of: Callable[[int], str]) -> None:
+def _are_disjoint(leaves: Sequence[Any]) -> bool:
+    """Tell whether all lie apart in memory; False also where it cannot be told at once."""
+    arrays = list(filter(_has_memory, leaves))
+    is_contiguous = all(array.flags.c_contiguous for array in arrays)
+    return is_contiguous and memory.are_disjoint(list(map(_address, arrays)), [array.nbytes for array in arrays])
+
+
+def _check_writable(averages: Sequence[Any], news: Sequence[Any], name_of: Callable[[int], str]) -> None:
     """Check that no average that is written to shares an element with another one or with a new value.
 
     Raises:
@@ -81,14 +81,22 @@ def _address(array: Array) -> int:
 
 
 def prepare(
-    averages: list[list[Any]], news: list[Any], name_of: Callable[[int], str], roundings: None = None
-) -> Groups:
-    """Return all leaves as arrays.
+    averages: list[list[Any]],
+    news: list[Any],
+    name_of: Callable[[int], str],
+    roundings: None = None,
+    weights: list[Weight] | None = None,
+    inplace: bool = False,
+    apart: bool = True,
+) -> Groups | None:
+    """Return all leaves as arrays; None where they may not lie apart in memory.
 
     Raises:
-        TypeError, ValueError: a new leaf cannot go into an average; the message names it.
+        TypeError, ValueError: a new leaf cannot go into an average, or arrays overlap; the message names them.
     """
-    del roundings  # only modules of torch hold the rounding of an average
+    del roundings, weights  # only modules of torch hold the rounding of an average, and numbers can take every step
+    if not apart and not _are_disjoint([*itertools.chain(*averages), *(news if inplace else ())]):
+        return None
     arrays = []
     for index, new in enumerate(news):
         if not isinstance(new, (np.ndarray, np.generic, bool, int, float, complex)):
@@ -110,12 +118,10 @@ def prepare(
             if _kind(array) > _kind(old):
                 raise TypeError(f"{name_of(index)}: expected {old.dtype} or what it can hold, got {array.dtype}")
         arrays.append(array)
+    if apart and inplace:
+        for olds in averages:
+            _check_writable(olds, news, name_of)
     return [[np.asarray(old) for old in olds] for olds in averages], arrays
-
-
-def try_steps(groups: Groups, weights: list[Weight], inplace: bool, name_of: Callable[[int], str]) -> None:
-    """Do nothing: arrays of numbers can take every step."""
-    del groups, weights, inplace, name_of
 
 
 def lerp(groups: Groups, weights: list[Weight], inplace: bool) -> list[list[Array]]:

@@ -18,6 +18,7 @@ from functavg.nn.estimating import combine_, estimate_statistics
 from functavg.nn.norms import check_unscripted, find_norms, watch_statistics
 from functavg.nn.pairing import check_module, unwrap
 from functavg.nn.writing import drop_derived_values
+from functavg.progress import Progress, check_progress, track
 from functavg.trees import some
 
 
@@ -28,6 +29,7 @@ def update_bn(
     device: int | str | torch.device | None = None,
     *,
     forward: Callable[[Any, Any], object] | None = None,
+    progress: Progress = False,
 ) -> None:
     """Re-estimate the running statistics of every BatchNorm and InstanceNorm of a model, in one pass over the data.
 
@@ -62,11 +64,15 @@ def update_bn(
         model: the model, bare or in wrappers such as an AveragedModel.
         device: where to move the tensors of each batch, in nested containers too. Default: nowhere.
         forward: called as ``forward(model, batch)``, with the whole batch, instead of all this. Default: ``None``.
+        progress: ``True`` for a bar (needs rich), or a function ``progress(done, total)`` of batches, called at most
+            about a thousand times; ``total`` is None for a loader without a length. Default: ``False``.
 
     Raises:
-        TypeError: ``model`` is no module, or has scripted norms that are not frozen.
+        TypeError: ``model`` is no module, or has scripted norms that are not frozen; or ``progress`` is neither a bool
+            nor callable.
         ValueError: the loader is empty, on all ranks; or the ranks do not estimate the same BatchNorms.
         RuntimeError: there was an error on another rank.
+        ImportError: a bar is asked for, and rich is not installed.
 
     Example:
         >>> import torch, functavg
@@ -78,6 +84,7 @@ def update_bn(
     Source: torch.optim.swa_utils.update_bn, which weighs batches alike.
     """
     check_module(model, "update_bn(loader, model)")
+    check_progress(progress)
     norms = find_norms(model)
     if not norms:
         return
@@ -94,7 +101,7 @@ def update_bn(
         empty = True
         try:
             check_unscripted(norms.scripted)
-            for batch in loader:
+            for batch in track(loader, progress, description="update_bn"):
                 run_model(model, batch, device, forward)
                 empty = False
         except Exception:

@@ -227,11 +227,14 @@ def pair(
     while waiting:
         node, module, other = waiting.pop()
         if type(module) not in ordinary or type(other) not in ordinary:
-            module, other = _open(module), _open(other)
             kinds: set[Any] = {type(module), type(other)}
+            is_special = any(map(_is_special, kinds))
+            if is_special:
+                module, other = _open(module), _open(other)
             may_merge = list(filter(overrides_train, (module, other)))
             pairs.may_be_merged |= not all(it.training for it in may_merge)
-            ordinary |= {kind for kind in kinds if not _is_special(kind)} - set(map(type, may_merge))
+            if not (is_special or may_merge):
+                ordinary |= kinds
         pair = (id(module), id(other))
         if pair in seen:
             continue

@@ -181,11 +181,12 @@ def plan_update(rule: AveragingRule, params: PyTree, state: AverageState[Any], /
         TypeError, ValueError: an argument is of another kind, or out of range.
     """
     _check_order(params, state, "update(params, state)")
-    state = state._replace(count=check_count(state.count, "state.count", 0))
-    steps = check_count(steps, "steps", 1)
-    if not (is_host(state.count) and is_host(steps)):
+    count, steps = check_count(state.count, "state.count", 0), check_count(steps, "steps", 1)
+    if count is not state.count:
+        state = state._replace(count=count)
+    if not (is_host(count) and is_host(steps)):
         leaves, _ = trees.flatten(state.average)
-        check_scalar(state.count, leaves, "state.count")
+        check_scalar(count, leaves, "state.count")
         check_scalar(steps, leaves, "steps")
     return rule.plan(params, state, steps)
 

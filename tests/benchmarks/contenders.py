@@ -30,9 +30,7 @@ def of_module(model: nn.Module) -> dict[str, Work]:
         "AveragedModel avg_fn": _module(swa_utils.AveragedModel(model, avg_fn=_avg_fn), model),
         "functional, in place": functional(functavg.EMA(DECAY), params, inplace=True),
         "functional, pure": functional(functavg.EMA(DECAY), params, inplace=False),
-        "torch EMA multi": _module(
-            peer_swa_utils.AveragedModel(model, multi_avg_fn=peer_swa_utils.get_ema_multi_avg_fn(DECAY)), model
-        ),
+        "torch EMA multi": _torch_multi(model),
         "torch EMA avg_fn": _module(
             peer_swa_utils.AveragedModel(model, avg_fn=peer_swa_utils.get_ema_avg_fn(DECAY)), model
         ),
@@ -41,6 +39,67 @@ def of_module(model: nn.Module) -> dict[str, Work]:
         **_ema_pytorch(model),
         **_torch_ema(model),
         **_optax(params),
+    }
+
+
+def of_small(model: nn.Module) -> dict[str, Work]:
+    """Return all that average the parameters of a small float32 model, beside a loop of ``lerp_``."""
+    params = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    averages = [new.clone() for new in params.values()]
+
+    def loop() -> None:
+        for average, new in zip(averages, params.values(), strict=True):
+            average.lerp_(new, 1 - DECAY)
+
+    return {
+        "loop of lerp_": loop,
+        "functional, in place": functional(functavg.EMA(DECAY), params, inplace=True),
+        "AveragedModel EMA": _module(swa_utils.AveragedModel(model, rule=functavg.EMA(DECAY)), model),
+        "torch EMA multi": _torch_multi(model),
+        **_ema_pytorch(model),
+        **_torch_ema(model),
+    }
+
+
+def of_many_low(model: nn.Module, low: nn.Module) -> dict[str, Work]:
+    """Return what averages many tensors in float32 and in bfloat16, where the average is held in float32 beside."""
+    return {
+        f"{title}, {name}": _module(averaged, module)
+        for name, module in (("float32", model), ("bfloat16", low))
+        for title, averaged in (
+            ("AveragedModel EMA", swa_utils.AveragedModel(module, rule=functavg.EMA(DECAY))),
+            ("torch EMA multi", _make_torch_multi(module)),
+        )
+    }
+
+
+def of_eager_jax(count: int = 1000, size: int = 512) -> dict[str, Work]:
+    """Return what averages JAX arrays outside ``jit``; nothing where optax is not installed."""
+    if importlib.util.find_spec("optax") is None:
+        return {}
+    import jax
+    import optax
+
+    params = {f"l{index}": jax.numpy.ones(size) for index in range(count)}
+    update = functional(functavg.EMA(DECAY), params, inplace=False)
+    states = [dict(params), dict(params)]
+    jitted = jax.jit(lambda new, old: optax.incremental_update(new, old, 1 - DECAY))
+
+    def step(index: int, fn: Any) -> None:
+        states[index] = jax.block_until_ready(fn(params, states[index]))
+
+    return {
+        "optax.incremental_update": lambda: step(0, lambda new, old: optax.incremental_update(new, old, 1 - DECAY)),
+        "functional": lambda: jax.block_until_ready(update()),
+        "optax.incremental_update, jit": lambda: step(1, jitted),
+    }
+
+
+def of_new_memory(params: dict[str, torch.Tensor]) -> dict[str, Work]:
+    """Return what makes new tensors in each update."""
+    return {
+        "foreach_lerp": raw_foreach_pure(params),
+        "functional, pure": functional(functavg.EMA(DECAY), params, inplace=False),
     }
 
 
@@ -104,11 +163,12 @@ def raw_foreach_pure(params: dict[str, torch.Tensor]) -> Work:
 
 
 def functional(rule: functavg.AveragingRule, params: Any, *, inplace: bool) -> Work:
-    """Return the update of a functional state that has passed its first, which only copies."""
+    """Return the update of a functional state that has passed its first, which only copies; it returns the average."""
     states = [rule.update(params, rule.init(params))]
 
-    def work() -> None:
+    def work() -> Any:
         states[0] = rule.update(params, states[0], inplace=inplace)
+        return states[0].average
 
     return work
 
@@ -120,6 +180,14 @@ def _avg_fn(average: torch.Tensor, new: torch.Tensor, count: Any) -> torch.Tenso
 def _module(averaged: Any, model: nn.Module) -> Work:
     averaged.update_parameters(model)
     return lambda: averaged.update_parameters(model)
+
+
+def _make_torch_multi(model: nn.Module) -> Any:
+    return peer_swa_utils.AveragedModel(model, multi_avg_fn=peer_swa_utils.get_ema_multi_avg_fn(DECAY))
+
+
+def _torch_multi(model: nn.Module) -> Work:
+    return _module(_make_torch_multi(model), model)
 
 
 def _ema_pytorch(model: nn.Module) -> dict[str, Work]:

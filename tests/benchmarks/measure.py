@@ -1,7 +1,8 @@
-"""Measurements: interleaved times, extra peak memory, host reads."""
+"""Measurements: interleaved times, with and without new pages; extra peak memory, host reads."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 import statistics
@@ -18,6 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Work = Callable[[], Any]
 
+clock = time.perf_counter
+"""What times are taken by; ``time.process_time`` is for a machine that does other work at the same time."""
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # parameters of mallopt
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -27,10 +33,15 @@ class Timing:
     median: float
 
 
-def interleaved(contenders: dict[str, Work], rounds: int = 31) -> dict[str, Timing]:
+def interleaved(contenders: dict[str, Work], rounds: int = 31, calls: int = 1) -> dict[str, Timing]:
     """Return the times of contenders that took turns, so that a slow moment of the machine meets all of them.
 
     Their order is another in each round: what comes before leaves its own data in the caches.
+
+    Args:
+        contenders: what to measure, by name.
+        rounds: how often each has its turn. Default: 31.
+        calls: calls in one turn, for works of microseconds. Default: 1.
     """
     shuffled = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in contenders}
@@ -42,13 +53,36 @@ def interleaved(contenders: dict[str, Work], rounds: int = 31) -> dict[str, Timi
         for _ in range(rounds):
             for name, work in shuffled.sample(list(contenders.items()), len(contenders)):
                 _synchronize()
-                start = time.perf_counter()
-                work()
+                start = clock()
+                for _ in range(calls):
+                    work()
                 _synchronize()
-                times[name].append(time.perf_counter() - start)
+                times[name].append((clock() - start) / calls)
     finally:
         gc.enable()
     return {name: Timing(min(seconds), statistics.median(seconds)) for name, seconds in times.items()}
+
+
+@contextmanager
+def kept_pages() -> Iterator[bool]:
+    """Let the allocator of glibc keep the pages of freed memory inside the block; yield whether that could be done.
+
+    By default it returns those of large tensors to the system, and each new large tensor pays for new pages.
+    """
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        mallopt, trim = libc.mallopt, libc.malloc_trim
+    except (OSError, AttributeError):
+        yield False
+        return
+    mallopt(_MMAP_MAX, 0)
+    mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+    try:
+        yield True
+    finally:
+        mallopt(_MMAP_MAX, 65536)
+        mallopt(_TRIM_THRESHOLD, 2**17)
+        trim(0)
 
 
 def extra_peak(work: Work) -> int | None:

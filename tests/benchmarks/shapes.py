@@ -77,6 +77,12 @@ def vit_b16() -> Shapes:
     yield from _affine("head", (1000, 768), 1000)
 
 
+def linear(count: int, width: int = 16) -> Shapes:
+    """A small net: ``count`` tensors, two to a layer."""
+    for index in range(count // 2):
+        yield from _affine(f"layers.{index}", (width, width), width)
+
+
 def many(count: int = 2000, size: int = 512) -> Shapes:
     """Many small tensors, two to a module, in nested modules."""
     for index in range(0, count, 2):

@@ -217,3 +217,13 @@ def test_a_conjugated_average_is_written_through() -> None:
     average = torch.zeros(1, dtype=torch.complex64).conj()
     functavg.lerp([average], [torch.tensor([1 + 2j])], 0.5, inplace=True)
     assert average.item() == 0.5 + 1j
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_parameter_that_an_engine_has_partitioned_away_is_named_wherever_it_stands(index: int) -> None:
+    averages = [torch.zeros(0), torch.zeros(0), torch.zeros(2)]
+    params = [torch.ones(0), torch.ones(0), torch.ones(2)]
+    params[index].ds_shape = (4,)  # type: ignore[attr-defined]  # of DeepSpeed
+    with pytest.raises(TypeError, match=rf"^tree\[{index}\]: expected a dense tensor, got a placeholder of size 0"):
+        functavg.lerp(averages, params, 0.5, inplace=True)
+    assert averages[2].tolist() == [0, 0]

@@ -222,6 +222,54 @@ def test_the_samples_of_all_data_parallel_replicas_count():
     torch.testing.assert_close(norm.running_var, expected.running_var, rtol=1e-6, atol=0)
 
 
+# ---- progress
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Data without a length."""
+
+    def __iter__(self):
+        return iter(torch.randn(6, 2))
+
+
+@pytest.mark.parametrize(
+    ("loader", "total"),
+    [
+        (batches(), 3),
+        (iter(batches()), None),
+        (torch.utils.data.DataLoader(Stream(), batch_size=2), None),
+        (torch.utils.data.DataLoader(torch.randn(6, 2), batch_size=2), 3),
+    ],
+    ids=["list", "iterator", "loader without a length", "loader"],
+)
+def test_progress_is_reported_after_each_batch(loader, total):
+    reports = []
+    model = nn.BatchNorm1d(2)
+    update_bn(loader, model, progress=lambda *report: reports.append((*report, model.num_batches_tracked.item())))
+    assert reports == [(done, total, done) for done in (1, 2, 3)]
+
+
+def test_an_error_of_a_report_leaves_everything_as_it_was():
+    def report(done, total):
+        raise KeyboardInterrupt
+
+    model = used()
+    before = snapshot(model)
+    with pytest.raises(KeyboardInterrupt):
+        update_bn(batches(), model, progress=report)
+    assert snapshot(model) == before
+
+
+def test_progress_is_checked_before_the_loader_is_read():
+    def loader():
+        pytest.fail("read")
+        yield
+
+    for model in (nn.BatchNorm1d(2), nn.Linear(2, 2)):
+        with pytest.raises(TypeError, match=r"progress must be a bool or a function.*got 'yes' of str"):
+            update_bn(loader(), model, progress="yes")
+
+
 # ---- which BatchNorms
 
 

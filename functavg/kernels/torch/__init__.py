@@ -2,12 +2,9 @@
 
 from functavg.kernels.torch.finiteness import is_finite as is_finite
 from functavg.kernels.torch.functions import apply as apply
-from functavg.kernels.torch.groups import prepare as prepare
 from functavg.kernels.torch.groups import refusal as refusal
-from functavg.kernels.torch.memory import are_disjoint as are_disjoint
-from functavg.kernels.torch.memory import check_writable as check_writable
 from functavg.kernels.torch.memory import identities as identities
+from functavg.kernels.torch.preparing import prepare as prepare
 from functavg.kernels.torch.steps import cast as cast
 from functavg.kernels.torch.steps import copy as copy
 from functavg.kernels.torch.steps import lerp as lerp
-from functavg.kernels.torch.steps import try_steps as try_steps

@@ -18,24 +18,12 @@ from functavg.kernels.torch.groups import PLAIN, is_transformed
 _nbytes = operator.attrgetter("nbytes")
 
 
-def are_disjoint(averages: Sequence[Any], news: Sequence[Any] = ()) -> bool:
-    """Tell, faster than leaf by leaf, whether averages and new values all lie apart in memory.
-
-    False also where it cannot be told.
-    """
-    if is_transformed():
-        return len(set(identities(averages))) == len(averages)
-    try:
-        if not set(map(type, averages)) <= PLAIN:
-            averages, news = list(map(get_shard, averages)), list(map(get_shard, news))
-        leaves = [*averages, *news]
-        is_contiguous = all(map(Tensor.is_contiguous, leaves))
-        if not is_contiguous and any(map(_is_expanded, averages)):
-            return False
-        sizes = list(map(_nbytes if is_contiguous else _reach, leaves))
-        return memory.are_disjoint(list(map(Tensor.data_ptr, leaves)), sizes)
-    except (RuntimeError, TypeError, ValueError):  # sparse, nested and lazy tensors have no address, other arrays none
+def are_disjoint(leaves: list[Tensor], starts: list[int]) -> bool:
+    """Tell whether dense tensors at these addresses all lie apart; False also where it cannot be told at one look."""
+    is_contiguous = all(map(Tensor.is_contiguous, leaves))
+    if not is_contiguous and any(map(_is_expanded, leaves)):
         return False
+    return memory.are_disjoint(starts, map(_nbytes if is_contiguous else _reach, leaves))
 
 
 def identities(leaves: Sequence[Any]) -> Sequence[Hashable]:
@@ -102,5 +90,7 @@ def _reach(leaf: Tensor) -> int:
     """Return the bytes from the first element of a tensor to the end of its last one."""
     if leaf.numel() == 0:
         return 0
+    if leaf.is_contiguous():
+        return leaf.nbytes
     last = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
     return (last + 1) * leaf.element_size()

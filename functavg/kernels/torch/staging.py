@@ -16,10 +16,10 @@ _PINNABLE = ("cuda", "xpu")
 
 
 def write_(olds: list[Tensor], news: list[Tensor], weight: float) -> None:
-    """Write one step towards new values of the same dtype and device; a weight of 1 copies."""
+    """Write one step towards new values of the same dtype and device; a weight of 1 copies, one of 0 does nothing."""
     if weight == 1:
         torch._foreach_copy_(olds, news)
-    else:
+    elif weight != 0:
         torch._foreach_lerp_(olds, news, weight)
 
 
@@ -33,6 +33,7 @@ def write_staged_(
         news: the new values.
         roundings: tensors that take the rounding of the only average, while it is in cache.
     """
+    steps = [(olds, weight) for olds, weight in steps if weight != 0]
     for dtype, device in dict.fromkeys((olds[0].dtype, olds[0].device) for olds, _ in steps):
         mine = [(olds, weight) for olds, weight in steps if (olds[0].dtype, olds[0].device) == (dtype, device)]
         pin = device.type == "cpu" and news[0].device.type in _PINNABLE

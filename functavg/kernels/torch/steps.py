@@ -11,7 +11,7 @@ from torch import Tensor
 
 from functavg.kernels import dtypes
 from functavg.kernels.torch.dtensor import wrap_shard
-from functavg.kernels.torch.groups import Group, is_transformed, kind_of
+from functavg.kernels.torch.groups import PLAIN, POOR, Group, kind_of
 from functavg.kernels.torch.staging import write_, write_staged_
 from functavg.scalars import is_host
 from functavg.state import Weight
@@ -66,13 +66,14 @@ def lerp(groups: list[Group], weights: list[Weight], inplace: bool) -> list[list
 
 
 def _lerp_group(group: Group, weights: list[Weight], inplace: bool) -> list[list[Tensor]]:
+    on_host = all(map(is_host, weights))
+    if on_host and not any(weights):
+        return group.averages if group.wholes is None else group.wholes
     steps = [(olds, _weight_of(weight, olds[0])) for olds, weight in zip(group.averages, weights, strict=True)]
-    if all(is_host(weight) and weight == 0 for _, weight in steps):
-        results = group.averages
-    elif not (group.foreach and all(is_host(weight) and not _is_poor(olds[0].dtype) for olds, weight in steps)):
+    if not (on_host and group.foreach):
         results = _lerp_leaves(group, steps, inplace)
     elif inplace:
-        with torch.inference_mode():  # spares the dispatcher's bookkeeping; versions still bump
+        with torch._C._InferenceMode(True):  # spares the dispatcher's bookkeeping; versions still bump
             _write_group_(group, steps)
         results = group.averages
     else:
@@ -103,14 +104,13 @@ def _weight_of(weight: Weight, leaf: Tensor) -> Weight:
 
 
 def _write_group_(group: Group, steps: list[tuple[list[Tensor], float]]) -> None:
-    moving = [(olds, weight) for olds, weight in steps if weight != 0]
-    if group.alike or all(weight == 1 for _, weight in moving):
-        for olds, weight in moving:
+    if group.alike or all(weight in (0, 1) for _, weight in steps):
+        for olds, weight in steps:
             write_(olds, group.news, weight)
         if group.roundings is not None:
             torch._foreach_copy_(group.roundings, group.averages[0])
     else:
-        write_staged_(moving, group.news, group.roundings)
+        write_staged_(steps, group.news, group.roundings)
 
 
 @outside_autograd
@@ -172,13 +172,8 @@ def _lerp_leaf_where(old: Tensor, new: Tensor, weight: Tensor, inplace: bool) ->
     return copy_(old, result) if inplace else result
 
 
-def _is_poor(dtype: torch.dtype) -> bool:
-    """Tell whether torch computes with a dtype too little for a step: float8 and complex32."""
-    return (dtype.is_floating_point and dtype.itemsize == 1) or dtype == torch.complex32
-
-
 def _computed_in(dtype: torch.dtype) -> torch.dtype:
-    if not _is_poor(dtype):
+    if dtype not in POOR:
         return dtype
     return torch.complex64 if dtype.is_complex else torch.float32
 
@@ -199,7 +194,7 @@ def try_steps(groups: list[Group], weights: list[Weight], inplace: bool, name_of
         TypeError: one cannot; the message names it.
     """
     for group in groups:
-        if not group.plain and not is_transformed():
+        if not set(map(type, (group.news[0], *[olds[0] for olds in group.averages]))) <= PLAIN:
             for olds, weight in zip(group.averages, weights, strict=True):
                 for index, old, new in zip(group.indices, olds, group.news, strict=True):
                     _try_step(old, new, _weight_of(weight, old), inplace, functools.partial(name_of, index))
