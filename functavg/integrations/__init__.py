@@ -1,3 +1,3 @@
-"""Callbacks for the trainers of other libraries, a module for each; importing this one loads none of them."""
+"""Averages inside other libraries, a module for each; importing this one loads none of them."""
 
 __all__: list[str] = []
