@@ -191,10 +191,10 @@ def _machine() -> dict[str, str]:
     device = f"{threads} CPU thread{'s' if threads > 1 else ''}"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
+    busy = measure.clock is time.process_time
     return {
-        "clock": "wall time"
-        if measure.clock is time.perf_counter
-        else "CPU time, on a machine that did other work, too",
+        "clock": "CPU time, on a machine that did other work, too" if busy else "wall time",
+        "options": " -- --busy" if busy else "",
         "machine": f"{platform.machine()}, {device}",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -234,7 +234,7 @@ is some tens of microseconds of Python, a little more than the class of torch ta
 Measured in {clock}: {machine}, with Python {python}, torch {torch} and numpy {numpy}, by
 
 ```shell
-tox -e bench  # python -m tests.benchmarks, which writes this page
+tox -e bench{options}  # python -m tests.benchmarks, which writes this page
 ```
 
 All contenders of a table take turns in one process. Ratios are of least times: below 1, functavg takes less."""

@@ -47,7 +47,8 @@ def of_files(summary: list[tuple[str, ...]], rounds: int = 9) -> str:
         summary.append((work, "checkpoints.average", "read and write once", f"{ratio:.2f}", "the disk, and one sum"))
     return (
         f"## Averaging {FILES} files of {SIZE // 10**6} MB\n\n"
-        f"{TENSORS} tensors of float32 a file. The limit reads all files and writes one of them again, to disk. "
+        f"{TENSORS} tensors of float32 a file. The limit reads all files and writes one of them again, to disk; "
+        "times are wall times. "
         "Memory is what the process grows by at most after torch was imported.\n\n"
         + markdown(("format", "average, s", "read and write once, s", "× limit", "peak memory"), rows)
     )
