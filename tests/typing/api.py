@@ -30,7 +30,7 @@ assert_type(functavg.SWA().init(arrays).average, list[NDArray[np.float32]])
 assert_type(functavg.lerp(params, params, 0.5), dict[str, Tensor])
 assert_type(functavg.cast_like(params, params), dict[str, Tensor])
 assert_type(rule.extend(params, state), functavg.AverageState[dict[str, Tensor]])
-named: dict[str, nn.Parameter] = dict(nn.Linear(2, 2).named_parameters())
+named: dict[str, nn.Parameter] = dict(nn.Linear(2, 2, bias=False).named_parameters())
 assert_type(rule.update(named, state).average, dict[str, Tensor])  # the average keeps the type that it has
 
 
