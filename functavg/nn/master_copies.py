@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__: list[str] = []
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,9 +65,9 @@ class MasterCopies:
         lerp(narrow, wide, 1.0, inplace=True)
         self.keep(tensors, copies)
 
-    def keep(self, tensors: Iterable[Tensor], copies: Iterable[Tensor]) -> None:
+    def keep(self, tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
         """Remember the master copies of tensors that hold their rounding by now."""
-        self._copies.keep(tensors, copies)
+        self._copies.renew(tensors, copies)
 
     def move(
         self,

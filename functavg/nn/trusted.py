@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from functavg.kernels.torch.dtensor import get_shard
+from functavg.kernels.torch.groups import PLAIN
 
 _version = operator.attrgetter("_version")
 _layout = operator.attrgetter("shape", "dtype", "device")
@@ -30,12 +31,21 @@ class Trusted:
         """Remember the values of these tensors, and of no others."""
         self._tensors, self._values = list(tensors), list(values)
         self._marks = _mark(self._tensors)
-        self._memories = [get_shard(tensor).untyped_storage() for tensor in self._tensors]  # no address is used again
+        self._memories = list(map(Tensor.untyped_storage, _get_shards(self._tensors)))  # no address is used again
+
+    def renew(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> None:
+        """Remember these values, which ``get`` has just returned, for their tensors, which were written to since."""
+        if values is self._values and self._are(tensors):
+            self._marks = (_get_versions(self._tensors), *self._marks[1:])
+        else:
+            self.keep(tensors, values)
 
     def get(self, tensors: Sequence[Tensor]) -> list[Any] | None:
         """Return the values of exactly these tensors, None where one of them is not trusted."""
-        are_known = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
-        return self._values if are_known and _mark(self._tensors) == self._marks else None
+        return self._values if self._are(tensors) and _mark(self._tensors) == self._marks else None
+
+    def _are(self, tensors: Sequence[Tensor]) -> bool:
+        return len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
 
     def by_tensor(self) -> dict[int, tuple[Tensor, Any]]:
         """Return each tensor and value that is still trusted, by the identity of the tensor."""
@@ -53,16 +63,18 @@ class Trusted:
 
 
 def _mark(tensors: list[Tensor]) -> tuple[list[Any], ...]:
-    """Return what changes whenever a tensor is written to or given other memory by ``.data``, in columns.
+    """Return what changes whenever a tensor is written to or given other memory by ``.data``, in columns."""
+    addresses, strides = list(map(Tensor.data_ptr, _get_shards(tensors))), list(map(Tensor.stride, tensors))
+    return _get_versions(tensors), addresses, strides, list(map(_layout, tensors))
 
-    Nothing that is read of an inference tensor changes when it is written to: its mark is like no other.
-    """
+
+def _get_versions(tensors: list[Tensor]) -> list[Any]:
+    """Return versions; that of an inference tensor, which has none, is like no other."""
     try:
-        versions = list(map(_version, tensors))
+        return list(map(_version, tensors))
     except RuntimeError:
-        versions = [object() if tensor.is_inference() else tensor._version for tensor in tensors]
-    return versions, list(map(_get_address, tensors)), list(map(Tensor.stride, tensors)), list(map(_layout, tensors))
+        return [object() if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def _get_address(tensor: Tensor) -> int:
-    return get_shard(tensor).data_ptr()
+def _get_shards(tensors: list[Tensor]) -> list[Tensor]:
+    return tensors if PLAIN.issuperset(map(type, tensors)) else list(map(get_shard, tensors))
