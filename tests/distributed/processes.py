@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -46,16 +45,6 @@ def _run(rank: int, work: Callable[..., None], world: int, store: str, args: tup
     work(*args)
     dist.barrier()
     dist.destroy_process_group()
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def everywhere() -> DeviceMesh:

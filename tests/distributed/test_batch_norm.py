@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from functavg import AveragedModel, update_bn
 from functavg.nn import ranks
-from tests.distributed.processes import alone, spawn
+from tests.distributed.processes import spawn
+from tests.nn.helpers import alone
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 PARTS = ([5, 3, 4], [2, 7])

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import functavg
 from functavg import AveragedModel, AverageState
-from tests.distributed.processes import Net, alone, assert_same, everywhere, randomise, sharded, spawn
+from tests.distributed.processes import Net, assert_same, everywhere, randomise, sharded, spawn
+from tests.nn.helpers import alone
 
 DTYPES = (torch.float32, torch.bfloat16)
 PARTS = {"weights": functavg.SkipNonFinite(functavg.SWA()), "rest": functavg.LAWA(2)}

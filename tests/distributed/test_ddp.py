@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import functavg
 from functavg import AveragedModel
-from tests.distributed.processes import Net, alone, assert_same, spawn
+from tests.distributed.processes import Net, assert_same, spawn
+from tests.nn.helpers import alone
 
 
 def train_and_average() -> None:

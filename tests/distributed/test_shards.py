@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import functavg
 from functavg import AveragedModel
-from tests.distributed.processes import Net, alone, everywhere, sharded, spawn
+from tests.distributed.processes import Net, everywhere, sharded, spawn
 from tests.distributed.two_processes import compare
+from tests.nn.helpers import alone
 
 
 @pytest.fixture

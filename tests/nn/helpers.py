@@ -246,13 +246,18 @@ def _snapshot(model: nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
-def process_group() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """A process group of gloo with this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _GROUPS.append(dist.group.WORLD)
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+_GROUPS: list[Any] = []
+"""Groups are kept alive: one that is freed waits for its thread with the GIL held, for which the thread may wait."""
 
 
 Method = Callable[[AveragedModel], Any]

@@ -6,6 +6,7 @@ import copy
 import sys
 import threading
 from collections import OrderedDict, UserDict, namedtuple
+from contextlib import nullcontext
 from types import MappingProxyType
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import swa_utils
 
 from functavg.nn import AveragedModel, update_bn
+from tests.nn.helpers import alone
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 KINDS = {
@@ -54,12 +56,8 @@ def no_group(monkeypatch):
 @pytest.fixture
 def group():
     """Give a process group of this process alone."""
-    own = not distributed.is_initialized()
-    if own:
-        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    if own:
-        distributed.destroy_process_group()
+    with nullcontext() if distributed.is_initialized() else alone():
+        yield
 
 
 def used(*norms):

@@ -18,10 +18,10 @@ from functavg.nn.copying import copy_model, overwrite_
 from tests.nn.helpers import (
     Net,
     all_values,
+    alone,
     bits,
     fill,
     parameters_of,
-    process_group,
     quarter,
     randomise,
     scalar,
@@ -446,7 +446,7 @@ WRAPPERS = {
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_ready_module_is_taken_out_of_its_wrappers(wrapper):
     model, ready = scalar(), scalar()
-    with process_group():
+    with alone():
         averaged = quartered(model, module=WRAPPERS[wrapper](ready))
     assert averaged.module is ready
     assert set(averaged.state_dict()) == {"n_averaged", "module.weight"}

@@ -21,10 +21,10 @@ from tests.nn.helpers import (
     Course,
     Net,
     all_values,
+    alone,
     bits,
     contents,
     fill,
-    process_group,
     quarter,
     randomise,
     scalar,
@@ -193,7 +193,7 @@ def test_a_model_may_be_wrapped_before_or_after_the_average_is_made(rule, dtype,
 
 def test_a_distributed_model_is_averaged_as_the_model_inside():
     model = Net()
-    with process_group():
+    with alone():
         parallel = DistributedDataParallel(model)
         averages = [AveragedModel(model, rule=EMA(0.75)), AveragedModel(parallel, rule=EMA(0.75))]
         for averaged in averages:

@@ -15,7 +15,7 @@ import functavg
 from functavg import EMA, AveragedModel, swapped
 from functavg.combinators import Several
 from functavg.rules.lawa import LAWA
-from tests.nn.helpers import fill, process_group
+from tests.nn.helpers import alone, fill
 from tests.tables import ema_step
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -29,7 +29,7 @@ WAYS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def group():
-    with process_group():
+    with alone():
         yield
 
 

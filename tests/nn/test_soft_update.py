@@ -18,11 +18,11 @@ from tests import oracle
 from tests.nn.helpers import (
     FLOAT32,
     Net,
+    alone,
     bits,
     fill,
     numbers,
     parameters_of,
-    process_group,
     randomise,
     scalar,
     tensors,
@@ -282,7 +282,7 @@ def test_wrappers_are_seen_through_on_both_sides():
     model, target = Net(), Net()
     fill(model, 1.0)
     fill(target, 0.0)
-    with process_group():
+    with alone():
         soft_update(torch.compile(target, backend="eager"), nn.parallel.DistributedDataParallel(model), 0.25)
     assert values_of(target) == {0.25}
 
