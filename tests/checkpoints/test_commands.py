@@ -332,9 +332,10 @@ def test_without_its_libraries_it_says_what_to_install():
 def test_an_interrupted_command_removes_its_temporary_file(folder, number, code):
     save(Path("in.safetensors"), {str(index): torch.ones(2) for index in range(100)})
     slow = """
-import time
+import signal, time
 from functavg.__main__ import main
 from functavg.checkpoints import pieces
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have left it ignored
 from functavg.checkpoints.safetensors_reader import SafetensorsReader
 fast = SafetensorsReader.read_piece
 pieces.PIECE = 8

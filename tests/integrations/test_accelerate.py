@@ -18,10 +18,15 @@ X, Y, TEST_X, TEST_Y = digits.load()
 
 @pytest.fixture(autouse=True)
 def _fresh_state():
-    """What accelerate keeps for a whole process is made anew."""
+    """What accelerate keeps for a whole process is made anew; trainers of other tests may have made it."""
+
+    def reset():
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerate.state.GradientState._reset_state()
+
+    reset()
     yield
-    accelerate.state.AcceleratorState._reset_state(True)
-    accelerate.state.GradientState._reset_state()
+    reset()
 
 
 class Run:

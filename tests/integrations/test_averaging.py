@@ -9,7 +9,8 @@ from torch import nn
 from functavg import EMA, SWA, Every, Several
 from functavg.integrations.averaging import ModelAverage
 from functavg.integrations.requiring import require
-from tests.distributed.processes import Net, alone, everywhere, sharded
+from tests.distributed.processes import Net, everywhere, sharded
+from tests.nn.helpers import alone
 
 
 def tied():
