@@ -45,7 +45,8 @@ WITHOUT_TORCH = (
     "tests/functional/test_jax_transforms.py",
     "tests/functional/test_numpy_kernel.py",
     "tests/functional/test_progress.py",
-    "tests/schedules/",
+    "tests/schedules/test_schedules.py",
+    "tests/schedules/test_units.py",
 )
 
 
