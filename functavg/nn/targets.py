@@ -1,4 +1,4 @@
-"""Target networks: modules that follow a model by one step without a count."""
+"""Target networks: modules that take single steps towards a model, without a count."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def soft_update(target: Modules, model: Modules, tau: Weight, *, buffers: Buffer
     """Move a target network one step towards a model, in place: ``target + tau (model - target)``.
 
     Parameters are paired by name, whatever wraps either module, and tied ones move once. Nothing is remembered from one
-    call to the next. It costs a walk over both modules and the loop of ``lerp_`` in one grouped call.
+    call to the next. It costs a walk over both modules and one grouped ``lerp_``.
 
-    Each parameter stays in its dtype and is rounded to it after every step. In bfloat16, with 8 bits, a target stops up
-    to ``target / (256 tau)`` away from the model: with a ``tau`` of 0.005 it hardly moves at all. Hold the target of a
-    bfloat16 model in float32, as ``copy.deepcopy(model).float()``; or let ``AveragedModel(model, rule=EMA(1 - tau,
-    start="init"))`` keep float32 values beside a module in bfloat16.
+    Each parameter stays in its dtype and is rounded to it after every step. In bfloat16, with its 8 bits, a target
+    stops up to ``target / (256 tau)`` away from the model: with a ``tau`` of 0.005 it hardly moves at all. Hold the
+    target of a bfloat16 model in float32, as ``copy.deepcopy(model).float()``; or let
+    ``AveragedModel(model, rule=EMA(1 - tau, start="init"))`` keep float32 values beside a module in bfloat16.
 
     Args:
         target: the module that follows, or a list of modules, such as two critics; all of them move, or none.
@@ -47,7 +47,7 @@ def soft_update(target: Modules, model: Modules, tau: Weight, *, buffers: Buffer
 
     Raises:
         TypeError: an argument is of another kind, or a parameter cannot be averaged.
-        ValueError: ``tau`` or ``buffers`` is none of these, the target is the model, or the two do not have the same
+        ValueError: ``tau`` or ``buffers`` is out of range, the target is the model, or the two do not have the same
             parameters, by name and shape; the message names them. Nothing was changed then.
 
     Example:
@@ -119,6 +119,6 @@ def _describe(modules: object) -> str:
 
 
 def _find_device(module: Module) -> torch.device | None:
-    """Return the device of a module, None where it is on several."""
+    """Return the device of a module, None if it is on several."""
     devices = {tensor.device for tensor in module.parameters()}
     return devices.pop() if len(devices) == 1 else None

@@ -7,6 +7,7 @@ __all__: list[str] = []
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -53,27 +54,17 @@ def read(rule: AveragingRule, gaps: Sequence[int], at: Iterable[int], progress: 
 # ---- forwards: plans become nodes
 
 
+@dataclass(eq=False, slots=True)
 class Node:
     """The linear combination ``keep * old + take * new``, or something given: the initial model, an iterate."""
 
-    __slots__ = ("index", "keep", "new", "old", "order", "take")
-
-    def __init__(
-        self,
-        order: int,
-        *,
-        old: Node | None = None,
-        keep: float = 1.0,
-        new: Node | None = None,
-        take: float = 1.0,
-        index: int = -1,
-    ) -> None:
-        self.order = order
-        self.old = old
-        self.keep = keep
-        self.new = new
-        self.take = take
-        self.index = index
+    order: int
+    _: KW_ONLY
+    old: Node | None = None
+    keep: float = 1.0
+    new: Node | None = None
+    take: float = 1.0
+    index: int = -1
 
 
 ONE = np.ones(())
@@ -106,15 +97,12 @@ class Run:
     def extend(self, gaps: Sequence[int], progress: Progress = False) -> None:
         """Go on for as many updates as there are gaps."""
         for steps in track(gaps, progress, description="plans"):
-            self.update(steps)
-
-    def update(self, steps: int) -> None:
-        self.updates += 1
-        params = _make_symbol(Node(next(self.orders), index=self.updates))
-        before = self.state
-        planned = self.rule.plan(params, before, steps)
-        memory = before.memory if planned.memory is before.memory else self.settle(planned.memory)
-        self.state = AverageState(planned.count, self.settle(planned.average), memory)
+            self.updates += 1
+            params = _make_symbol(Node(next(self.orders), index=self.updates))
+            before = self.state
+            planned = self.rule.plan(params, before, steps)
+            memory = before.memory if planned.memory is before.memory else self.settle(planned.memory)
+            self.state = AverageState(planned.count, self.settle(planned.average), memory)
 
     def weights(self, known: dict[Node, NDArray[np.float64]]) -> PyTree:
         """Return the weights in each array of the average, that of the initial model first; ``known`` is added to."""
