@@ -72,7 +72,7 @@ def check_plan(plan: PyTree, *, inplace: bool = False) -> Callable[[], PyTree]:
         TypeError, ValueError: an intention does not fit.
     """
     nodes, rebuild = _flatten_plan(plan)
-    flattened: list[Any] = []
+    flattened: list[Any] | None = None if is_compiling() else []  # to the compiler of torch 2.10 dicts have no identity
     jobs = {index: _make_job(node, flattened) for index, node in enumerate(nodes) if isinstance(node, Intention)}
     batches = []
     for batch in _batch(list(jobs.values())):
@@ -179,7 +179,7 @@ class _Job:
         return parts
 
 
-def _make_job(intention: Lerp | Apply, flattened: list[Any]) -> _Job:
+def _make_job(intention: Lerp | Apply, flattened: list[Any] | None) -> _Job:
     """Return the job of an intention with its trees flattened.
 
     Raises:
@@ -238,9 +238,9 @@ def _commit(batch: list[_Job], inplace: bool) -> None:
         other.take(leaves)
 
 
-def _flatten(tree: PyTree, flattened: list[Any]) -> tuple[list[Any], Any]:
-    """Flatten a tree once, however many intentions name it."""
-    if type(tree) is trees.NamedList or is_compiling():  # to the compiler of torch 2.10 dicts have no identity
+def _flatten(tree: PyTree, flattened: list[Any] | None) -> tuple[list[Any], Any]:
+    """Flatten a tree; one of those ``flattened`` before is not flattened again."""
+    if flattened is None or type(tree) is trees.NamedList:
         return trees.flatten(tree)
     for known, leaves, spec in flattened:
         if known is tree:
@@ -267,7 +267,9 @@ def _unchain(intention: Lerp | Apply) -> tuple[list[tuple[PyTree, Weight]], PyTr
     while isinstance(node, Lerp):
         steps.append((node.new, check_weight(node.weight)))
         node = node.old
-    return [step for step in reversed(steps) if not (is_host(step[1]) and step[1] == 0)] or steps[:1], node
+    if len(steps) > 1:
+        steps = [step for step in reversed(steps) if not (is_host(step[1]) and step[1] == 0)] or steps[:1]
+    return steps, node
 
 
 def _batch(jobs: list[_Job]) -> list[list[_Job]]:

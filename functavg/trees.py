@@ -139,8 +139,8 @@ def align(old: Spec, new: Spec, leaves: list[Any], old_leaves: Sequence[Any] = (
         TypeError: that is because one is no tree, but a module or an iterator; the message says how to make it one.
         ValueError: the two do not have the same paths; the message names what is missing and what is unexpected.
     """
-    # Compilers of torch before 2.13 cannot compare structures.
-    if old.paths() == new.paths() if is_compiling() else old == new:
+    # Compilers of torch before 2.13 cannot compare the structures of optree.
+    if old.paths() == new.paths() if type(old) is not FlatSpec and is_compiling() else old == new:
         return leaves
     by_path = dict(zip(new.paths(), leaves, strict=True))
     old_paths = old.paths()

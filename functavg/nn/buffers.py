@@ -44,10 +44,10 @@ def check_use_buffers(use_buffers: Any) -> None:
         )
 
 
-def split_buffers(pairs: Pairs, use_buffers: UseBuffers) -> Copies:
-    """Move the buffers that are averaged to the averages of ``pairs``; return the others."""
+def split_buffers(pairs: Pairs, use_buffers: UseBuffers) -> Copies | None:
+    """Move the buffers that are averaged to the averages of ``pairs``; return the others, None where there are none."""
     if not pairs.new_buffers:
-        return Copies()
+        return None
     if not use_buffers and _fit(pairs):
         return Copies(pairs.buffers, pairs.new_buffers, spell=lambda: [name for name, _, _ in pairs.buffer_owners()])
     copies = Copies()
@@ -77,7 +77,7 @@ def split_buffers(pairs: Pairs, use_buffers: UseBuffers) -> Copies:
     return copies
 
 
-def check_copies(copies: Copies, find_device: Callable[[], torch.device | None]) -> Callable[[], None]:
+def check_copies(copies: Copies | None, find_device: Callable[[], torch.device | None]) -> Callable[[], None]:
     """Check that buffers can be copied; return the function that does it.
 
     Args:
@@ -88,6 +88,8 @@ def check_copies(copies: Copies, find_device: Callable[[], torch.device | None])
     Raises:
         TypeError: a buffer has no values to copy yet; the message names it.
     """
+    if copies is None:
+        return lambda: None
     replacements = [_make_replacement(*replaced, find_device) for replaced in copies.replaced]
     steps = []
     if copies.averages:
