@@ -10,7 +10,7 @@ __all__: list[str] = []
 
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from functavg import kernels, trees
@@ -118,7 +118,7 @@ class _Job:
     roundings: list[Any] | None
     whole: _Job | None = None  # that this one is a part of
     indices: Sequence[Sequence[int]] = ()  # in the whole, for each leaf those of all its aliases
-    groups: list[Any] = field(default_factory=list)  # for each step
+    groups: Sequence[Any] = ()  # for each step
     results: Sequence[Any] = ()
 
     def name_of(self, index: int) -> str:
@@ -211,6 +211,7 @@ def _prepare(batch: list[_Job], inplace: bool, *, apart: bool) -> bool:
     if job.kernel is None:
         return False
     averages = [other.olds for other in batch]
+    found = []
     for step, (news, _) in enumerate(job.steps):
         weights = None if job.apply is not None else [other.steps[step][1] for other in batch]
         for weight in weights or ():
@@ -218,7 +219,8 @@ def _prepare(batch: list[_Job], inplace: bool, *, apart: bool) -> bool:
         groups = job.kernel.prepare(averages, news, job.name_of, job.roundings, weights, inplace, apart)
         if groups is None:
             return False
-        job.groups.append(groups)
+        found.append(groups)
+    job.groups = found
     return True
 
 
