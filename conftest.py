@@ -26,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 _NEED = {
     "functavg/integrations/lightning.py": "lightning",
     "functavg/integrations/transformers.py": "transformers",
+    "tests/integrations/lightning_digits.py": "lightning",
     "docs/howto/accelerate.md": "accelerate",
     "docs/howto/flax.md": "flax",
     "docs/howto/lightning.md": "lightning",

@@ -46,7 +46,7 @@ class Apply:
     grouped: bool = False
 
 
-Intention = (Lerp, Apply)
+Intention: tuple[type[Lerp], type[Apply]] = (Lerp, Apply)
 
 _LEAVES = {"torch", "numpy"}
 """Kernels of arrays that are no containers, as those of the Array API may be."""

@@ -6,7 +6,7 @@ __all__: list[str] = []
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import optree
 
@@ -52,7 +52,7 @@ class FlatSpec:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FlatSpec) and (self.spell == other.spell or self.spell() == other.spell())
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
     def paths(self) -> list[tuple[Any, ...]]:
         """Return the keys that lead to each leaf."""

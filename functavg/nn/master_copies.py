@@ -30,7 +30,7 @@ class MasterCopies:
     """
 
     def __init__(self, dtype: Any = None) -> None:
-        self.dtype = dtypes.check_dtype(dtype)
+        self.dtype: str | None = dtypes.check_dtype(dtype)
         self._dtypes: dict[torch.dtype, torch.dtype] = {}
         self._copies = Trusted()
 
