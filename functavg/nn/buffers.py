@@ -44,10 +44,10 @@ def check_use_buffers(use_buffers: Any) -> None:
         )
 
 
-def split_buffers(pairs: Pairs, use_buffers: UseBuffers) -> Copies:
-    """Add the buffers to average to ``pairs.averages``; return the others, which are copied."""
+def split_buffers(pairs: Pairs, use_buffers: UseBuffers) -> Copies | None:
+    """Add the buffers to average to ``pairs.averages``; return the others, which are copied, None if there are none."""
     if not pairs.new_buffers:
-        return Copies()
+        return None
     if not use_buffers and _can_copy_all(pairs):
         return Copies(pairs.buffers, pairs.new_buffers, spell=lambda: [name for name, _, _ in pairs.buffer_owners()])
     names: list[str] = []
@@ -73,7 +73,7 @@ def split_buffers(pairs: Pairs, use_buffers: UseBuffers) -> Copies:
     return copies
 
 
-def check_copies(copies: Copies, find_device: Callable[[], torch.device | None]) -> Callable[[], None]:
+def check_copies(copies: Copies | None, find_device: Callable[[], torch.device | None]) -> Callable[[], None]:
     """Check that buffers can be copied; return the function that does it.
 
     Args:
@@ -83,6 +83,8 @@ def check_copies(copies: Copies, find_device: Callable[[], torch.device | None])
     Raises:
         TypeError: a buffer has no values to copy yet; the message names it.
     """
+    if copies is None:
+        return lambda: None
     actions: list[Callable[[], object]] = [_make_replacement(*replaced, find_device) for replaced in copies.replaced]
     if copies.averages:
         averages, news = NamedList(copies.averages, copies.spell), NamedList(copies.news, copies.spell)

@@ -37,7 +37,7 @@ class HeldState:
     """
 
     def __init__(self, dtype: Any = None) -> None:
-        self.masters = MasterCopies(dtype)
+        self.masters: MasterCopies = MasterCopies(dtype)
         self.memory: Any = ()
         self.averages: Any = None  # all averages, with None for the first
         self.keys: tuple[str, ...] = ()  # that lead to the first of several averages

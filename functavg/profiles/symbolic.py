@@ -81,11 +81,11 @@ class Run:
 
     def __init__(self, rule: AveragingRule, updates: int = 0) -> None:
         self.rule = rule
-        self.updates = updates
-        self.orders = itertools.count()
+        self.updates: int = updates
+        self.orders: Iterator[int] = itertools.count()
         start = Node(next(self.orders), index=0)
         # What a state starts with are multiples of the initial model, most often that model itself.
-        self.state = trees.tree_map(
+        self.state: AverageState[PyTree] = trees.tree_map(
             lambda leaf: (
                 _make_symbol(Node(next(self.orders), old=start, keep=float(leaf)), leaf)
                 if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f"

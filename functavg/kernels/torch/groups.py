@@ -22,7 +22,7 @@ COMPLEX = {dtype for dtype, kind in KINDS.items() if kind == dtypes.COMPLEX}
 POOR = {dtype for dtype in KINDS if dtype == torch.complex32 or (dtype.is_floating_point and dtype.itemsize == 1)}
 """Dtypes with too few operations in torch for a step: float8 and complex32."""
 
-PLAIN = {Tensor, Parameter}
+PLAIN: set[type[Tensor]] = {Tensor, Parameter}
 """The classes of plain tensors; others may compute, place or share their values in their own way."""
 
 
