@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = ["AveragedModel"]
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -300,6 +301,15 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         return devices.pop() if len(devices) == 1 else None
 
     # ---- moving, copying
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AveragedModel[M_co]:
+        """Copy as any module, with ordinary tensors in inference mode too: master copies of others are not trusted."""
+        make, args, state, *_ = cast("tuple[Any, ...]", self.__reduce_ex__(2))
+        copied: AveragedModel[M_co] = make(*args)
+        memo[id(self)] = copied
+        with torch.inference_mode(False), torch.no_grad():
+            copied.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
+        return copied
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AveragedModel[M_co]:
         """Move or convert, as all of ``to``, ``half``, ``cuda`` and ``share_memory`` do.

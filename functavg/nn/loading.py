@@ -118,9 +118,11 @@ class Loading:
             store, name = slots[0]
             given: Tensor = store[name]
             if given is not master:  # assigned
-                low, is_parameter = given.detach().to(tensor.dtype), isinstance(tensor, Parameter)
-                tensor = Parameter(low, requires_grad=tensor.requires_grad) if is_parameter else low
-                master = given.to(master.dtype)
+                with torch.inference_mode(False):  # master copies of inference tensors would not be trusted
+                    given = given.detach().clone() if given.is_inference() else given.detach()
+                    low, is_parameter = given.to(tensor.dtype), isinstance(tensor, Parameter)
+                    tensor = Parameter(low, requires_grad=tensor.requires_grad) if is_parameter else low
+                    master = given.to(master.dtype)
             for store, name in slots:
                 store[name] = tensor
             pairs.append((tensor, master.detach()))

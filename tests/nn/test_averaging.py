@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from tests.nn.helpers import (
     Course,
     Net,
     bits,
+    contents,
     fill,
     randomise,
     scalar,
@@ -623,6 +625,30 @@ def test_an_average_moved_in_inference_mode_keeps_its_precision():
     for _ in range(100):
         averaged.update_parameters(model)
     assert averaged.state.average["weight"].item() == pytest.approx(2 - 0.999**100, rel=1e-5)
+
+
+def assigned(averaged):
+    again = AveragedModel(averaged.module, rule=averaged.rule)
+    again.load_state_dict(copy.deepcopy(averaged.state_dict()), assign=True)
+    return again
+
+
+@pytest.mark.parametrize("rule", [EMA(0.999), LAWA(2), Several({"a": EMA(0.999), "b": SWA()})], ids=repr)
+@pytest.mark.parametrize("way", [copy.deepcopy, assigned], ids=["deepcopy", "assign"])
+def test_a_copy_or_load_in_inference_mode_goes_on_to_the_same_bits(way, rule):
+    model = scalar(1.0, torch.bfloat16)
+    averaged = AveragedModel(model, rule=rule)
+    with torch.inference_mode():
+        early = way(averaged)
+    for course in (averaged, early):
+        for value in (1.0, 2.0, 4.0):
+            fill(model, value)
+            course.update_parameters(model)
+    with torch.inference_mode():
+        late = way(averaged)
+    for course in (averaged, early, late):
+        course.update_parameters(model)
+    assert contents(averaged) == contents(early) == contents(late)
 
 
 def test_a_module_moved_by_hand_in_inference_mode_averages_by_its_rounding():
