@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from functavg.kernels.torch import dtensor
 from functavg.nn import pairing
-from functavg.nn.buffers import UseBuffers
+from functavg.nn.buffers import UseBuffers, name_infinite
 from functavg.nn.modes import unmerged
 from functavg.nn.swap import swapped
 from functavg.nn.writing import write
@@ -48,7 +48,8 @@ class ModelAverage:
     Args:
         model: the model.
         rule: the rule to average by.
-        use_buffers: whether real and complex buffers are averaged too, or ``f(name, buffer) -> bool``.
+        use_buffers: whether real and complex buffers are averaged too, or ``f(name, buffer) -> bool``; of those that
+            are persistent and hold no infinity now.
         device: where the average lives. Default: where the model is.
         dtype: dtype of the average. Default: that of the parameters, at least float32.
         backup_device: where the training weights are while the average is in the model. Default: where they were.
@@ -73,6 +74,7 @@ class ModelAverage:
         self.model = model
         self.rule = rule
         self._use_buffers = use_buffers
+        self._infinite = name_infinite(pairing.unwrap(model).named_buffers(remove_duplicate=False))
         self._placement = {"device": device, "dtype": dtype}
         self._backup_device = backup_device
         self._names = set(names)
@@ -122,7 +124,11 @@ class ModelAverage:
         for prefix, module in model.named_modules() if self._use_buffers else ():
             for name, buffer in module.named_buffers(recurse=False):
                 path = f"{prefix}.{name}" if prefix else name
-                if pairing.is_averageable(name, module, buffer) and self._is_wanted(path, buffer):
+                if (
+                    path not in self._infinite
+                    and pairing.is_averageable(name, module, buffer)
+                    and self._is_wanted(path, buffer)
+                ):
                     tensors[path] = buffer
         return tensors
 

@@ -62,7 +62,8 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         avg_fn: ``fn(averaged, current, n_averaged) -> averaged`` for each parameter.
         multi_avg_fn: ``fn(averaged_list, current_list, n_averaged)`` for many parameters in place.
         use_buffers: whether real and complex buffers are averaged too, or ``f(name, buffer) -> bool``. Others are
-            copied from the model at each update. Default: ``False``.
+            copied from the model at each update, and so are always those that are not persistent, and those that hold
+            an infinity now, as masks do. Default: ``False``.
         rule: the rule to average by; one in the place of ``device``, ``avg_fn`` or ``multi_avg_fn`` is taken for it.
             Default: ``SWA()``, the equal mean.
         module: a ready copy of the model to hold the average, such as a sharded one; it is overwritten.
@@ -92,6 +93,7 @@ class AveragedModel(SavedAverage, Generic[M_co]):
 
     module: M_co
     n_averaged: Tensor
+    _infinite: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -119,6 +121,7 @@ class AveragedModel(SavedAverage, Generic[M_co]):
                 self.module = cast("M_co", copy_model(model, device, share))
             else:
                 self.module = cast("M_co", overwrite_(module, model, device, share))
+            self._infinite = buffers.name_infinite(pairing.tensors(self.module))
             if share is not None or module is not None:
                 self._shared = name_shared(self.module, model)
             self._held.masters.narrow(self._averaged().values())
@@ -288,7 +291,7 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         """Return what is averaged of a model, what is copied, and which shared tensors are other ones by now."""
         pairs = pairing.pair(self.module, model)
         strays = pairs.leave_out(self._shared) if self._shared else []
-        return pairs, buffers.split_buffers(pairs, self.use_buffers), strays
+        return pairs, buffers.split_buffers(pairs, self.use_buffers, self._infinite), strays
 
     def _set_count(self, count: Count) -> None:
         buffer = self._held.write_count(self.n_averaged, count)

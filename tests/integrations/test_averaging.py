@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from functavg import EMA, SWA, Every, Several
+from functavg import EMA, SWA, Every, Several, SkipNonFinite
 from functavg.integrations.averaging import ModelAverage
 from functavg.integrations.requiring import require
 from tests.distributed.processes import Net, everywhere, sharded
@@ -55,6 +55,17 @@ def test_buffers_that_were_changed_inside_are_there_again_after_a_while_outside(
     assert model.running_mean.item() == 5.0
     average.stay()
     assert model.running_mean.item() == 5.0
+
+
+def test_masks_and_caches_are_not_averaged():
+    model = nn.BatchNorm1d(1)
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    model.register_buffer("cache", torch.zeros(2), persistent=False)
+    average = ModelAverage(model, SkipNonFinite(EMA(0.5)), use_buffers=True)
+    for _ in range(2):
+        average.update()
+    assert average.state.count == 2
+    assert average.state.average.keys() == {"weight", "bias", "running_mean", "running_var"}
 
 
 def test_before_the_first_update_nothing_goes_in():
