@@ -74,7 +74,8 @@ class SavedAverage(TorchAveragedModel):
             state_dict: the state_dict. Without ``n_averaged``, its weights count as an average of one step.
             strict: whether the keys and the rule that wrote it have to be those of this average. If not, it takes over
                 what fits: the weights and the count, and of the memory what was written by a rule of the same class
-                under the same name; the rest starts from the loaded average. Default: ``True``.
+                under the same name; the rest starts from the loaded average. Where none of the weights under
+                ``module.`` is one of its own, nothing is taken over, with a warning. Default: ``True``.
             assign: as for any module.
 
         Returns:
