@@ -115,6 +115,12 @@ class AveragingCallback(Callback):
             raise TypeError(
                 "update_bn=True needs one train dataloader, and there are several: call functavg.update_bn after fit"
             )
+        forward = type(pl_module).forward.__qualname__
+        if self._update_bn is True and forward == "LightningModule.forward":  # which would fail at the end
+            raise TypeError(
+                f"update_bn=True calls {type(pl_module).__name__} with a batch, and it has no forward: define one, or "
+                "pass what computes with a batch, such as update_bn=lambda model, batch: model.net(batch[0])"
+            )
         unwrap(trainer.model)  # type: ignore[arg-type]  # refuses FSDP1, which wraps the model
         self._detach()
         self._take_over(pl_module)

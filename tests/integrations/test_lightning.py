@@ -441,6 +441,20 @@ def test_statistics_are_not_estimated_from_several_loaders():
         trainer.fit(Two(), {"a": loader, "b": loader})
 
 
+def test_statistics_of_a_module_without_forward_are_refused_before_training():
+    class NoForward(DigitsNet):
+        forward = lightning.LightningModule.forward
+
+        def training_step(self, batch, index):
+            return torch.nn.functional.cross_entropy(self.head(self.body(batch[0])), batch[1])
+
+    with pytest.raises(TypeError, match="update_bn=True calls NoForward with a batch, and it has no forward"):
+        make_trainer(AveragingCallback(SWA(), update_bn=True), limit_val_batches=0).fit(NoForward())
+    callback = AveragingCallback(SWA(), update_bn=lambda model, batch: model.body(batch[0]))
+    make_trainer(callback, max_epochs=1, limit_val_batches=0).fit(NoForward())
+    assert callback.state.count == 8
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "match"),
     [
