@@ -159,6 +159,7 @@ class AveragedModel(SavedAverage, Generic[M_co]):
             TypeError, ValueError: the model does not fit; the message names the parameters. Nothing was changed then.
         """
         pairing.check_module(model, "update_parameters(model)")
+        self._undo_broken_load()
         pairs, copies, strays = self._pair(model)
         if pairs.may_be_merged:
             with unmerged(self.module, model):
@@ -263,6 +264,7 @@ class AveragedModel(SavedAverage, Generic[M_co]):
 
     def _has_average(self, name: str) -> bool:
         """Tell whether anything was averaged; warn of weights that stand in its place."""
+        self._undo_broken_load()
         if self._held.read_count(self.n_averaged) > 0:
             return True
         pairs, _, _ = self._pair(self.module)

@@ -85,6 +85,7 @@ class SavedAverage(TorchAveragedModel):
         Raises:
             RuntimeError: as for any module, or the memory is that of another rule. Nothing was changed then.
         """
+        self._undo_broken_load()
         loading = self._loading = Loading(strict)
         try:
             return super().load_state_dict(state_dict, strict, assign)
@@ -92,6 +93,12 @@ class SavedAverage(TorchAveragedModel):
             loading.undo(self)
             raise
         finally:
+            self._loading = None
+
+    def _undo_broken_load(self) -> None:
+        """Bring back what a load into a module around this one has changed before something in it raised an error."""
+        if self._loading is not None:
+            self._loading.undo(self)
             self._loading = None
 
     def _load_from_state_dict(
@@ -104,7 +111,8 @@ class SavedAverage(TorchAveragedModel):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        if self._loading is None:  # as a part of another module
+        if self._loading is None or self._loading.strict is None:  # as a part of another module
+            self._undo_broken_load()
             self._loading = Loading(None)
         self._loading.begin(self, state_dict, prefix, error_msgs)
         if local_metadata.get("assign_to_params_buffers", False):

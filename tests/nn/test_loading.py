@@ -458,6 +458,38 @@ def test_a_load_that_finds_no_weight_changes_nothing_and_says_so(file, rule, dty
     assert new.n_averaged == 1
 
 
+GO_ON = {
+    "update": lambda averaged, model, saved: None,
+    "swap": lambda averaged, model, saved: averaged.swapped(model).__enter__(),
+    "load": lambda averaged, model, saved: averaged.load_state_dict(saved),
+    "load around": lambda averaged, model, saved: nn.ModuleDict({"it": averaged}).load_state_dict(
+        {f"it.{name}": value for name, value in saved.items()}
+    ),
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("then", GO_ON)
+@pytest.mark.parametrize("rule", [EMA(0.9), LAWA(2)], ids=repr)
+def test_a_load_around_an_average_that_breaks_off_inside_it_changes_nothing(rule, then, dtype):
+    averaged, model = averaged_net(dtype, rule=rule)
+    spared = copy.deepcopy(averaged)
+    other, _ = averaged_net(dtype, (4, 7), rule=rule)
+    around = nn.ModuleDict({"average": averaged})
+
+    def fail(*args):
+        raise KeyError("a key of an old version")
+
+    handle = averaged.module.hidden.register_load_state_dict_pre_hook(fail)
+    with pytest.raises(KeyError, match="a key of an old version"):
+        around.load_state_dict({f"average.{name}": value for name, value in other.state_dict().items()})
+    handle.remove()
+    GO_ON[then](averaged, model, spared.state_dict())
+    for course in (averaged, spared):
+        course.update_parameters(model)
+    assert contents(averaged) == contents(spared)
+
+
 @DTYPES
 def test_an_average_of_nothing_warns_of_nothing_after_a_load_that_failed(dtype):
     averaged, model = averaged_net(dtype, (), rule=EMA(0.9))
