@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__: list[str] = []
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
@@ -106,20 +106,32 @@ class ModelAverage:
         self.state = self.rule.update(tensors, state, inplace=True)
         self._names |= tensors.keys()
 
+    def load(self, names: Iterable[str], read: Callable[[AverageState[Any]], AverageState[Any]]) -> None:
+        """Go on from a saved average; what else is trained by now joins at the next update.
+
+        Args:
+            names: the names of the tensors that were averaged.
+            read: returns the saved state, given one of its structure; its errors leave everything as it was.
+        """
+        names = set(names)
+        tensors = self._find_tensors(self._names | names)
+        like = {name: tensor for name, tensor in tensors.items() if name in names}
+        self.state = read(self.rule.init(like or tensors, **self._placement))
+        self._names = set(like or tensors)
+
     def _grow(self, tensors: dict[str, Tensor]) -> AverageState[Any]:
         grown = self.rule.extend(tensors, self.state)
         if self._placement["device"] is None and self._placement["dtype"] is None:
             return grown
         return from_state_dict(self.rule.init(tensors, **self._placement), to_state_dict(grown))
 
-    def _find_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors to average by name: what is trained, and what was averaged before."""
+    def _find_tensors(self, names: Container[str] | None = None) -> dict[str, Tensor]:
+        """Return the tensors to average by name: what is trained, and these; by default what was averaged before."""
+        names = self._names if names is None else names
         pairing.reshard(self.model)
         model = pairing.unwrap(self.model)
         tensors: dict[str, Tensor] = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad or name in self._names
+            name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad or name in names
         }
         for prefix, module in model.named_modules() if self._use_buffers else ():
             for name, buffer in module.named_buffers(recurse=False):
@@ -146,8 +158,11 @@ class ModelAverage:
 
     def keys(self) -> dict[str, str]:
         """Return the key in ``to_state_dict`` of each of the tensors that :meth:`weights` returns after an update."""
-        prefix, weights = self._find_first()
-        return {name: ".".join([*prefix, name]) for name in weights}
+        return {name: self.prefix() + name for name in self._find_first()[1]}
+
+    def prefix(self) -> str:
+        """Return what stands before the names of these tensors in the keys of ``to_state_dict``."""
+        return ".".join([*self._find_first()[0], ""])
 
     def _find_first(self) -> tuple[list[str], Any]:
         """Return the first average and the keys that lead to it; there are several in Several, also in a nested one."""

@@ -219,7 +219,8 @@ class AveragingCallback(Callback):
         if self._loaded is not None:
             names = self._loaded["weights"]
             average = ModelAverage(pl_module, self.rule, **self._options, names=names)
-            average.state = from_state_dict(average.state, self._loaded["state"])
+            saved = self._loaded["state"]
+            average.load(names, lambda like: from_state_dict(like, saved))
             self._average, self._loaded = average, None
 
     def _enter(self, pl_module: LightningModule) -> None:

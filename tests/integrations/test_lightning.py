@@ -347,6 +347,28 @@ def test_parameters_that_are_unfrozen_join_the_average_and_are_resumed(tmp_path)
     digits.assert_same(functavg.to_state_dict(resumed.state), functavg.to_state_dict(callback.state))
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_checkpoint_of_fewer_trained_parameters_is_tested_and_resumed(tmp_path):
+    class Unfreezing(DigitsNet):
+        def on_train_epoch_start(self):
+            self.body.requires_grad_(self.current_epoch >= 1)
+
+    callback = AveragingCallback(EMA(0.8))
+    checkpoints = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    trainer = make_trainer(callback, checkpoints, enable_checkpointing=True)
+    model = Unfreezing()
+    model.body.requires_grad_(False)
+    trainer.fit(model)
+    first, whole = tmp_path / "epoch=0.ckpt", functavg.to_state_dict(callback.state)
+    tested = Unfreezing()
+    trainer.test(tested, ckpt_path=first, weights_only=True, verbose=False)
+    assert callback.state.average.keys() == {"head.weight", "head.bias"}
+    resumed = AveragingCallback(EMA(0.8))
+    again = make_trainer(resumed, checkpoints, enable_checkpointing=True)
+    again.fit(Unfreezing(), ckpt_path=first, weights_only=True)
+    digits.assert_same(functavg.to_state_dict(resumed.state), whole)
+
+
 def test_the_trainer_of_the_other_namespace_takes_it_too():
     other = pytest.importorskip("pytorch_lightning")
 
