@@ -24,7 +24,7 @@ from functavg.nn.copying import copy_model, overwrite_
 from functavg.nn.functions import rule_of, sort_ways
 from functavg.nn.held_state import HeldState
 from functavg.nn.modes import unmerged
-from functavg.nn.rebinding import rebind_forwards_
+from functavg.nn.rebinding import rebind_methods_
 from functavg.nn.saving import SavedAverage
 from functavg.nn.sharing import Share, find_parameters, hidden, name_shared, warn_of_move
 from functavg.nn.writing import drop_derived_values, exchange, write
@@ -122,7 +122,7 @@ class AveragedModel(SavedAverage, Generic[M_co]):
                 self.module = cast("M_co", copy_model(model, device, share))
             else:
                 self.module = cast("M_co", overwrite_(module, model, device, share))
-            rebind_forwards_(self.module, model)
+            rebind_methods_(self.module, model)
             self._infinite = buffers.name_infinite(pairing.tensors(self.module))
             if share is not None or module is not None:
                 self._shared = name_shared(self.module, model)

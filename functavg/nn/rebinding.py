@@ -1,4 +1,4 @@
-"""Binds what stands in the place of a ``forward`` to the copy of a module: a deep copy keeps functions as they are."""
+"""Binds functions in the place of methods to the copy of a module: a deep copy keeps functions as they are."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _DEPTH = 8
 """How many functions within functions are looked at."""
 
 
-def rebind_forwards_(module: Module, model: Module) -> None:
-    """Let a copy of a model compute with its own tensors, where a ``forward`` of the model was replaced.
+def rebind_methods_(module: Module, model: Module) -> None:
+    """Let a copy of a model compute with its own tensors, where methods of the model, as ``forward``, were replaced.
 
-    A bound method that ``torch.compile`` has compiled is bound to the copy, uncompiled. Of other functions that compute
-    with the model, such as a decorated method or a closure over it, nothing can be made: they are warned of.
+    A bound method that ``torch.compile`` has compiled is bound to the copy, uncompiled. Of other functions over the
+    model, such as a decorated method or a closure, nothing can be made: they are warned of.
 
     Args:
         module: the copy.
@@ -29,19 +29,20 @@ def rebind_forwards_(module: Module, model: Module) -> None:
     """
     originals = {id(part) for part in model.modules()}
     bound = []
-    for name, part in module.named_modules():
-        forward = vars(part).get("forward")
-        if id(part) in originals or not _reaches(forward, originals):
-            continue
-        method = _uncompile(forward)
-        if isinstance(method, MethodType) and method.__func__ is getattr(type(part), "forward", None):
-            del part.forward  # that of its class is bound to itself
-        else:
-            bound.append(f"{name}.forward" if name else "forward")
+    for path, part in module.named_modules():
+        for name, function in list(vars(part).items()) if id(part) not in originals else ():
+            is_own = name == "forward" or not hasattr(Module, name)  # launchers replace `to` and the like
+            if not (is_own and isinstance(function, FunctionType) and _reaches(function, originals)):
+                continue
+            method = _uncompile(function)
+            if isinstance(method, MethodType) and method.__func__ is getattr(type(part), name, None):
+                delattr(part, name)  # that of its class is bound to itself
+            else:
+                bound.append(f"{path}.{name}" if path else name)
     if bound:
         warnings.warn(
-            f"{some(bound)} of the model was replaced by a function that computes with the model, and does so in the "
-            "average. Replace it after the average is made, or evaluate inside swapped(model, averaged)",
+            f"{some(bound)} of the model stands for a function that computes with the model, and does so in the "
+            "average. Set it after the average is made, or evaluate inside swapped(model, averaged)",
             stacklevel=3,
         )
 

@@ -365,7 +365,7 @@ def test_the_model_is_left_as_it_is():
     assert model.inputs.weight.grad is not None
 
 
-# ---- a forward that was replaced
+# ---- methods that were replaced
 
 
 class Scaled(nn.Module):
@@ -377,7 +377,10 @@ class Scaled(nn.Module):
         self.layers = nn.Sequential(scalar(1.0))
 
     def forward(self, x):
-        return self.layers(self.layer(x))
+        return self.layers(self.encode(x))
+
+    def encode(self, x):
+        return self.layer(x)
 
 
 def computed(averaged, model):
@@ -387,6 +390,13 @@ def computed(averaged, model):
     fill(model, 100.0)
     with torch.no_grad():
         return averaged(torch.ones(1, 1)).item()
+
+
+def test_an_average_computes_with_its_own_weights_where_another_method_was_compiled():
+    model = Scaled()
+    model.encode = torch.compile(model.encode, backend="eager")
+    model.to = closure(model.to)  # as a launcher replaces it
+    assert computed(AveragedModel(model, rule=EMA(0.75)), model) == 9.0
 
 
 def replace_by_compiled(module):
@@ -427,11 +437,19 @@ def test_a_forward_that_goes_on_to_compute_with_the_model_is_named(name, decorat
     model = Scaled()
     part = model.get_submodule(name)
     part.forward = decorate(part.forward)
-    message = f"^{name}.?forward of the model was replaced by a function that computes with the model.*inside swapped"
+    message = f"^{name}.?forward of the model stands for a function that computes with the model.*inside swapped"
     with pytest.warns(UserWarning, match=message):
         averaged = AveragedModel(model, rule=EMA(0.75))
     with swapped(model, averaged):
         pass
+
+
+def test_a_closure_over_the_model_is_named_and_one_over_something_else_is_not():
+    model = Scaled()
+    model.encode = lambda x: 1.0 * model.layer(x)
+    model.activation = lambda x: 2.0 * torch.relu(x)
+    with pytest.warns(UserWarning, match="^encode of the model stands for"):
+        AveragedModel(model, rule=EMA(0.75))
 
 
 def test_an_average_does_not_keep_its_model_alive():
