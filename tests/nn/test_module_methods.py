@@ -363,6 +363,20 @@ def test_an_average_converted_and_converted_back_has_lost_nothing():
     assert bits(averaged.module.scale) == before["scale"]
 
 
+@pytest.mark.parametrize("held", [None, torch.float64], ids=str)
+@pytest.mark.parametrize("way", [("bfloat16", "half"), ("bfloat16", "float", "half"), ("double", "bfloat16", "half")])
+def test_a_module_converted_back_holds_the_rounding_of_the_average_and_not_that_of_a_rounding(way, held):
+    model = nn.Linear(9, 9).half()
+    averaged = AveragedModel(model, rule=EMA(0.9), dtype=held)
+    for seed in range(3):
+        randomise(model, seed)
+        averaged.update_parameters(model)
+    before = contents(averaged)
+    for method in way:
+        getattr(averaged, method)()
+    assert contents(averaged) == before
+
+
 def test_the_oracle_sees_a_wrong_average():
     """The checks above can fail: one wrong value is noticed."""
     model = Net()
