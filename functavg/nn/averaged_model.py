@@ -178,7 +178,10 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         masters = held.masters.get(pairs.averages)
         as_tree = _as_list if _is_blind_to_names(rule) else _as_dict
         averages = as_tree(masters, pairs)
-        before = held.state(held.read_count(self.n_averaged), averages)
+        count = held.read_count(self.n_averaged)
+        if held.was_reset:
+            held.init_(rule, self._averaged())
+        before = held.state(count, averages)
         plan = plan_update(rule, as_tree(pairs.news, pairs), before, steps)
         if before.count == 0:
             self._warn_of_lost_weights(plan.average, pairs.averages)

@@ -104,6 +104,7 @@ class Loading:
                 self._take_over(averaged, problem)
                 missing += [] if is_missing else [key]
         count = held.read_count(averaged.n_averaged)
+        held.was_reset = False  # the rest of the state has come with the count
         held.mark_start(() if count else averaged._averaged().values())
 
     def undo(self, averaged: Any) -> None:

@@ -329,6 +329,30 @@ def test_a_count_set_by_hand_is_read():
     assert (averaged.module.weight.item(), averaged.n_averaged.item()) == (1.0, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", EVERY_WAY)
+def test_an_average_whose_count_is_set_back_to_0_begins_anew(way, dtype):
+    """Also what its rule remembers, and whatever is read in between."""
+    model = Net().to(dtype)
+    averaged, anew = (AveragedModel(model, use_buffers=True, **EVERY_WAY[way]) for _ in range(2))
+    for seed in range(3):
+        randomise(model, seed)
+        averaged.update_parameters(model)
+    anew.load_state_dict(averaged.state_dict())
+    for reset in (averaged, anew):
+        reset.n_averaged.zero_()
+    assert averaged.state.count == 0
+    averaged = copy.deepcopy(averaged)
+    fresh = AveragedModel(averaged.module, use_buffers=True, **EVERY_WAY[way])
+    for seed in range(4):
+        randomise(model, 7 + seed)
+        for course in (averaged, anew, fresh):
+            course.update_parameters(model)
+    assert contents(averaged) == contents(anew)
+    if dtype == torch.float32:
+        assert contents(averaged) == contents(fresh)
+
+
 def test_moves_that_convert_leave_integers_and_their_dtypes():
     model = Net()
     averaged = AveragedModel(model)
