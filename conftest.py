@@ -1,4 +1,7 @@
-"""The code of README.md and docs/ are tests: one namespace a document, its blocks in their order."""
+"""The code of README.md and docs/ are tests: one namespace a document, its blocks in their order.
+
+``pytest -m "not slow"`` leaves out the code of documents, what starts processes, and most rows of tables.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 _NEED = {
     "functavg/integrations/lightning.py": "lightning",
     "functavg/integrations/transformers.py": "transformers",
+    "tests/integrations/lightning_digits.py": "lightning",
     "docs/howto/accelerate.md": "accelerate",
     "docs/howto/flax.md": "flax",
     "docs/howto/lightning.md": "lightning",
@@ -79,8 +83,23 @@ pytest_collect_file = Sybil(
 ).pytest()
 
 
+# Where most tests start processes, frameworks or a compiler.
+_SLOW = ("tests/distributed/", "tests/examples/", "tests/functional/test_torch_transforms.py", "tests/integrations/")
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    """Tell whether the fast subset can do without a test: of a table it takes each seventh diagonal."""
+    if item.nodeid.startswith(_SLOW):
+        return True
+    rows = item.callspec.indices.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    return isinstance(item, SybilItem) or sum(rows) % 7 > 0
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put a document's blocks back together and in their order, which pytest-randomly has shuffled."""
+    """Mark what is slow; put a document's blocks back in their order, which pytest-randomly has shuffled."""
+    for item in filter(_is_slow, items):
+        item.add_marker("slow")
     blocks: dict[pytest.Collector | None, list[SybilItem]] = {}
     for item in items:
         if isinstance(item, SybilItem):

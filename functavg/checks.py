@@ -90,6 +90,8 @@ def check_count(value: Any, name: str, least: int) -> Count:
         TypeError: it is neither an integer nor a 0-d integer array.
         ValueError: it is too small.
     """
+    if type(value) is int and value >= least:  # almost always
+        return value
     if isinstance(value, (np.integer, np.ndarray)) and np.ndim(value) == 0 and value.dtype.kind in "iu":
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool):

@@ -10,7 +10,7 @@ __all__: list[str] = []
 
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from functavg import kernels, trees
@@ -46,7 +46,7 @@ class Apply:
     grouped: bool = False
 
 
-Intention = (Lerp, Apply)
+Intention: tuple[type[Lerp], type[Apply]] = (Lerp, Apply)
 
 _LEAVES = {"torch", "numpy"}
 """Kernels of arrays that are no containers, as those of the Array API may be."""
@@ -72,7 +72,7 @@ def check_plan(plan: PyTree, *, inplace: bool = False) -> Callable[[], PyTree]:
         TypeError, ValueError: an intention does not fit.
     """
     nodes, rebuild = _flatten_plan(plan)
-    flattened: list[Any] = []
+    flattened: list[Any] | None = None if is_compiling() else []  # to the compiler of torch 2.10 dicts have no identity
     jobs = {index: _make_job(node, flattened) for index, node in enumerate(nodes) if isinstance(node, Intention)}
     batches = []
     for batch in _batch(list(jobs.values())):
@@ -118,7 +118,7 @@ class _Job:
     roundings: list[Any] | None
     whole: _Job | None = None  # that this one is a part of
     indices: Sequence[Sequence[int]] = ()  # in the whole, for each leaf those of all its aliases
-    groups: list[Any] = field(default_factory=list)  # for each step
+    groups: Sequence[Any] = ()  # for each step
     results: Sequence[Any] = ()
 
     def name_of(self, index: int) -> str:
@@ -179,7 +179,7 @@ class _Job:
         return parts
 
 
-def _make_job(intention: Lerp | Apply, flattened: list[Any]) -> _Job:
+def _make_job(intention: Lerp | Apply, flattened: list[Any] | None) -> _Job:
     """Return the job of an intention with its trees flattened.
 
     Raises:
@@ -211,6 +211,7 @@ def _prepare(batch: list[_Job], inplace: bool, *, apart: bool) -> bool:
     if job.kernel is None:
         return False
     averages = [other.olds for other in batch]
+    found = []
     for step, (news, _) in enumerate(job.steps):
         weights = None if job.apply is not None else [other.steps[step][1] for other in batch]
         for weight in weights or ():
@@ -218,7 +219,8 @@ def _prepare(batch: list[_Job], inplace: bool, *, apart: bool) -> bool:
         groups = job.kernel.prepare(averages, news, job.name_of, job.roundings, weights, inplace, apart)
         if groups is None:
             return False
-        job.groups.append(groups)
+        found.append(groups)
+    job.groups = found
     return True
 
 
@@ -238,9 +240,9 @@ def _commit(batch: list[_Job], inplace: bool) -> None:
         other.take(leaves)
 
 
-def _flatten(tree: PyTree, flattened: list[Any]) -> tuple[list[Any], Any]:
-    """Flatten a tree once, however many intentions name it."""
-    if type(tree) is trees.NamedList or is_compiling():  # to the compiler of torch 2.10 dicts have no identity
+def _flatten(tree: PyTree, flattened: list[Any] | None) -> tuple[list[Any], Any]:
+    """Flatten a tree; one of those ``flattened`` before is not flattened again."""
+    if flattened is None or type(tree) is trees.NamedList:
         return trees.flatten(tree)
     for known, leaves, spec in flattened:
         if known is tree:
@@ -267,7 +269,9 @@ def _unchain(intention: Lerp | Apply) -> tuple[list[tuple[PyTree, Weight]], PyTr
     while isinstance(node, Lerp):
         steps.append((node.new, check_weight(node.weight)))
         node = node.old
-    return [step for step in reversed(steps) if not (is_host(step[1]) and step[1] == 0)] or steps[:1], node
+    if len(steps) > 1:
+        steps = [step for step in reversed(steps) if not (is_host(step[1]) and step[1] == 0)] or steps[:1]
+    return steps, node
 
 
 def _batch(jobs: list[_Job]) -> list[list[_Job]]:

@@ -6,7 +6,7 @@ __all__: list[str] = []
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import optree
 
@@ -52,7 +52,7 @@ class FlatSpec:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FlatSpec) and (self.spell == other.spell or self.spell() == other.spell())
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
     def paths(self) -> list[tuple[Any, ...]]:
         """Return the keys that lead to each leaf."""
@@ -139,8 +139,8 @@ def align(old: Spec, new: Spec, leaves: list[Any], old_leaves: Sequence[Any] = (
         TypeError: that is because one is no tree, but a module or an iterator; the message says how to make it one.
         ValueError: the two do not have the same paths; the message names what is missing and what is unexpected.
     """
-    # Compilers of torch before 2.13 cannot compare structures.
-    if old.paths() == new.paths() if is_compiling() else old == new:
+    # Compilers of torch before 2.13 cannot compare the structures of optree.
+    if old.paths() == new.paths() if type(old) is not FlatSpec and is_compiling() else old == new:
         return leaves
     by_path = dict(zip(new.paths(), leaves, strict=True))
     old_paths = old.paths()

@@ -34,8 +34,10 @@ class Around:
         among: Mapping[str, Any] | None = None,
         attributes: Mapping[str, Any] | None = None,
     ) -> None:
-        self.keys, self.beside = keys, beside
-        self.among, self.attributes = dict(among or {}), dict(attributes or {})
+        self.keys = keys
+        self.beside = beside
+        self.among: dict[str, Any] = dict(among or {})
+        self.attributes: dict[str, Any] = dict(attributes or {})
 
 
 class Reader(ABC):
@@ -50,12 +52,22 @@ class Reader(ABC):
         around: what else a torch file holds, to write it again around other tensors.
     """
 
-    path: Path
-    files: tuple[Path, ...]
-    infos: Mapping[str, TensorInfo]
-    ties: Mapping[str, str]
-    metadata: Mapping[str, str]
-    around: Around
+    def __init__(
+        self,
+        path: Path,
+        files: tuple[Path, ...],
+        infos: Mapping[str, TensorInfo],
+        ties: Mapping[str, str],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        around: Around | None = None,
+    ) -> None:
+        self.path = path
+        self.files = files
+        self.infos = infos
+        self.ties = ties
+        self.metadata: Mapping[str, str] = metadata or {}
+        self.around: Around = around or Around()
 
     @abstractmethod
     def read_piece(self, piece: Piece, out: Tensor, /) -> Tensor:
@@ -92,10 +104,9 @@ class Selected(Reader):
             self._names[prefix] = prefix
         if not self._names:
             raise CheckpointError(f"{reader.path}: no tensor under {prefix!r}; there are {some(reader.infos)}")
-        self.path, self.files, self.metadata = reader.path, reader.files, reader.metadata
-        self.infos = {short: reader.infos[name] for short, name in self._names.items()}
-        self.ties = ties_within(self._names, reader.ties)
-        self.around = Around()
+        infos = {short: reader.infos[name] for short, name in self._names.items()}
+        ties = ties_within(self._names, reader.ties)
+        super().__init__(reader.path, reader.files, infos, ties, metadata=reader.metadata)
 
     def read_piece(self, piece: Piece, out: Tensor, /) -> Tensor:
         return self._reader.read_piece(replace(piece, name=self._names[piece.name]), out)

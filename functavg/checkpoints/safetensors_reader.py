@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from functavg.checkpoints.readers import Around, Reader
+from functavg.checkpoints.readers import Reader
 from functavg.checkpoints.records import NAME
 from functavg.checkpoints.safetensors_format import decode
 from functavg.checkpoints.tensors import Piece, Stamp, read_piece, reading
@@ -29,13 +29,13 @@ class SafetensorsReader(Reader):
             self._stamp = Stamp.of(file.fileno())
             layout = decode(path, file, self._stamp.size)
         self._offsets = layout.offsets
-        self.path, self.files, self.metadata, self.around = path, (path,), layout.metadata, Around()
-        self.ties = {
+        ties = {
             name: first
             for name, first in layout.metadata.items()
             if first in layout.infos and name not in layout.infos and name not in _OF_LIBRARIES
         }
-        self.infos = layout.infos | {name: layout.infos[first] for name, first in self.ties.items()}
+        infos = layout.infos | {name: layout.infos[first] for name, first in ties.items()}
+        super().__init__(path, (path,), infos, ties, metadata=layout.metadata)
 
     def read_piece(self, piece: Piece, out: Tensor, /) -> Tensor:
         name = self.ties.get(piece.name, piece.name)

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from functavg.checkpoints.errors import CheckpointError
-from functavg.checkpoints.readers import Around, Reader, some
+from functavg.checkpoints.readers import Reader, some
 from functavg.checkpoints.tensors import Piece, reading
 
 
@@ -28,11 +28,13 @@ class ShardedReader(Reader):
         for reader in shards.values():
             if extra := [name for name in reader.infos if name not in weight_map and name not in reader.ties]:
                 raise CheckpointError(f"{reader.path}: unexpected {some(extra)}, which the index {path} does not name")
-        self.path, self.around = path, Around()
-        self.files = (path, *(file for reader in shards.values() for file in reader.files))
-        self.infos = {name: reader.infos[name] for name, reader in self._readers.items()}
-        self.ties = {name: first for reader in shards.values() for name, first in reader.ties.items()}
-        self.metadata = {key: value for reader in shards.values() for key, value in reader.metadata.items()}
+        super().__init__(
+            path,
+            (path, *(file for reader in shards.values() for file in reader.files)),
+            {name: reader.infos[name] for name, reader in self._readers.items()},
+            {name: first for reader in shards.values() for name, first in reader.ties.items()},
+            metadata={key: value for reader in shards.values() for key, value in reader.metadata.items()},
+        )
 
     def read_piece(self, piece: Piece, out: Tensor, /) -> Tensor:
         return self._readers[piece.name].read_piece(piece, out)

@@ -74,14 +74,13 @@ class TorchReader(Reader):
     """
 
     def __init__(self, path: Path, key: str | None) -> None:
-        self.path, self.files, self.metadata = path, (path,), {}
         with reading(path):
             self._stamp = Stamp.of(path)
-        tensors, self.around = select(path, load(path), key)
+        tensors, around = select(path, load(path), key)
         for name, tensor in tensors.items():
             check_dense(path, name, tensor)
-        self.ties = ties_of(tensors)
-        self.infos = {name: info_of(tensor) for name, tensor in tensors.items()}
+        infos = {name: info_of(tensor) for name, tensor in tensors.items()}
+        super().__init__(path, (path,), infos, ties_of(tensors), around=around)
         with reading(path):
             mappings = Mappings(path)
         self._offsets: dict[str, int] = {}

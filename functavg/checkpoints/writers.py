@@ -62,8 +62,8 @@ class SafetensorsWriter(Writer):
                 )
         self._infos = {name: info for name, info in infos.items() if name not in ties}
         self._head = safetensors_format.encode(self._infos, {**metadata, **ties})
-        self.names = safetensors_format.order(self._infos)
-        self.nbytes = sum(info.nbytes for info in self._infos.values())
+        self.names: list[str] = safetensors_format.order(self._infos)
+        self.nbytes: int = sum(info.nbytes for info in self._infos.values())
 
     def begin(self, file: BinaryIO) -> None:
         write_all(file, self._head)
@@ -87,8 +87,8 @@ class TorchWriter(Writer):
         record: dict[str, Any],
     ) -> None:
         self._path, self._infos, self._ties, self._around, self._record = path, infos, ties, around, record
-        self.names = [name for name in infos if name not in ties]
-        self.nbytes = sum(infos[name].nbytes for name in self.names)
+        self.names: list[str] = [name for name in infos if name not in ties]
+        self.nbytes: int = sum(infos[name].nbytes for name in self.names)
         self._offsets: dict[str, int] = {}
 
     def begin(self, file: BinaryIO) -> None:

@@ -14,7 +14,7 @@ from functavg.commands.profile import profile
 from functavg.commands.soup import soup
 from functavg.commands.spreading import SpreadingCommand
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     help="Average checkpoint files, a few MiB at a time, and look at what averages remember.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

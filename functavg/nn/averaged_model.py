@@ -172,13 +172,14 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         else:
             self._update(pairs, copies, strays, steps)
 
-    def _update(self, pairs: pairing.Pairs, copies: buffers.Copies, strays: list[Any], steps: Count) -> None:
+    def _update(self, pairs: pairing.Pairs, copies: buffers.Copies | None, strays: list[Any], steps: Count) -> None:
         """Average in what was paired."""
         rule, held = self.rule, self._held
         masters = held.masters.get(pairs.averages)
         as_tree = _as_list if _is_blind_to_names(rule) else _as_dict
         averages = as_tree(masters, pairs)
-        count = held.read_count(self.n_averaged)
+        counter = vars(self)["_buffers"]["n_averaged"]  # the look-up of modules takes ten times as long
+        count = held.read_count(counter)
         if held.was_reset:
             held.init_(rule, self._averaged())
         before = held.state(count, averages)
@@ -196,7 +197,7 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         for mine, theirs, name in strays:  # what is shared was replaced in the model, or the average was copied
             mine[name] = theirs[name]
         held.keep(after)
-        self._set_count(after.count)
+        self._buffers["n_averaged"] = held.write_count(counter, after.count)
         if rounds or step is averages:
             held.masters.keep(pairs.averages, masters)
         elif masters is not pairs.averages:
@@ -294,16 +295,11 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         pairs, _, _ = self._pair(self.module)
         return _as_dict(pairs.averages, pairs)
 
-    def _pair(self, model: Module) -> tuple[pairing.Pairs, buffers.Copies, list[Any]]:
+    def _pair(self, model: Module) -> tuple[pairing.Pairs, buffers.Copies | None, list[Any]]:
         """Return what is averaged of a model, what is copied, and which shared tensors are other ones by now."""
-        pairs = pairing.pair(self.module, model)
+        pairs = pairing.pair(vars(self)["_modules"]["module"], model)
         strays = pairs.leave_out(self._shared) if self._shared else []
         return pairs, buffers.split_buffers(pairs, self.use_buffers, self._infinite), strays
-
-    def _set_count(self, count: Count) -> None:
-        buffer = self._held.write_count(self.n_averaged, count)
-        if buffer is not self.n_averaged:
-            self.n_averaged = buffer
 
     def _device(self) -> torch.device | None:
         """Return the device of the average, None where it is on several."""

@@ -58,8 +58,8 @@ def _is_infinite(buffer: Tensor) -> bool:
     return bool((values.float() if values.itemsize == 1 else values).isinf().any())  # isinf knows no float8
 
 
-def split_buffers(pairs: Pairs, use_buffers: UseBuffers, never: Collection[str] = ()) -> Copies:
-    """Move the buffers that are averaged to the averages of ``pairs``; return the others.
+def split_buffers(pairs: Pairs, use_buffers: UseBuffers, never: Collection[str] = ()) -> Copies | None:
+    """Move the buffers that are averaged to the averages of ``pairs``; return the others, None where there are none.
 
     Args:
         pairs: the tensors of an average and a model.
@@ -67,7 +67,7 @@ def split_buffers(pairs: Pairs, use_buffers: UseBuffers, never: Collection[str] 
         never: the names of those that may not. Default: none.
     """
     if not pairs.new_buffers:
-        return Copies()
+        return None
     if not use_buffers and _fit(pairs):
         return Copies(pairs.buffers, pairs.new_buffers, spell=lambda: [name for name, _, _ in pairs.buffer_owners()])
     copies = Copies()
@@ -97,7 +97,7 @@ def split_buffers(pairs: Pairs, use_buffers: UseBuffers, never: Collection[str] 
     return copies
 
 
-def check_copies(copies: Copies, find_device: Callable[[], torch.device | None]) -> Callable[[], None]:
+def check_copies(copies: Copies | None, find_device: Callable[[], torch.device | None]) -> Callable[[], None]:
     """Check that buffers can be copied; return the function that does it.
 
     Args:
@@ -108,6 +108,8 @@ def check_copies(copies: Copies, find_device: Callable[[], torch.device | None])
     Raises:
         TypeError: a buffer has no values to copy yet; the message names it.
     """
+    if copies is None:
+        return lambda: None
     replacements = [_make_replacement(*replaced, find_device) for replaced in copies.replaced]
     steps = []
     if copies.averages:

@@ -38,7 +38,7 @@ class HeldState:
     """
 
     def __init__(self, dtype: Any = None) -> None:
-        self.masters = MasterCopies(dtype)
+        self.masters: MasterCopies = MasterCopies(dtype)
         self.memory: Any = ()
         self.averages: Any = None  # all averages, with None in the place of the first
         self.keys: tuple[str, ...] = ()  # where the first stands among several

@@ -30,13 +30,14 @@ class MasterCopies:
     """
 
     def __init__(self, dtype: Any = None) -> None:
-        self.dtype = dtypes.check_dtype(dtype)
+        self.dtype: str | None = dtypes.check_dtype(dtype)
         self._dtypes: dict[torch.dtype, torch.dtype] = {}
         self._copies = Trusted()
 
     def are_tensors(self, tensors: Iterable[Tensor]) -> bool:
         """Tell whether the master copy of each tensor is the tensor itself."""
-        return all(self._held_dtype(dtype) == dtype for dtype in set(map(_dtype, tensors)))
+        found = set(map(_dtype, tensors))
+        return found == set(map(self._held_dtype, found))
 
     def get(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the master copies of tensors, the list itself where they are the tensors."""

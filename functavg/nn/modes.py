@@ -15,12 +15,12 @@ from torch.nn import Module
 def overrides_train(module: Module) -> bool:
     """Tell whether the class of a module has a ``train`` of its own, which may change weights."""
     kind: Any = type(module)
-    return _overrides_train(kind)
+    return class_overrides_train(kind)
 
 
 @functools.lru_cache(1024)
-def _overrides_train(kind: type) -> bool:
-    """Torch's own classes merge nothing."""
+def class_overrides_train(kind: type) -> bool:
+    """Tell whether a class has a ``train`` of its own; torch's own classes merge nothing."""
     owner = next(base for base in kind.__mro__ if "train" in vars(base))
     return not owner.__module__.startswith("torch.")
 

@@ -6,14 +6,14 @@ __all__: list[str] = []
 
 import functools
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import compress
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
-from functavg.nn.modes import overrides_train
+from functavg.nn.modes import class_overrides_train, overrides_train
 from functavg.trees import some
 
 # Wrappers by module and class, so that nothing is imported to recognise them, with the attribute that holds the model.
@@ -67,9 +67,9 @@ def _wrapped_attribute(kind: type) -> str | None:
 
 
 @functools.lru_cache(1024)
-def _is_special(kind: type) -> bool:
-    """Tell whether modules of this class have to be unwrapped or resharded before their tensors are read."""
-    return _is_subclass(kind, _FSDP2) or _wrapped_attribute(kind) is not None
+def _is_ordinary(kind: Any) -> bool:
+    """Tell whether the tensors of modules of this class can be read as they are: none is wrapped, sharded or merged."""
+    return not (_is_subclass(kind, _FSDP2) or _wrapped_attribute(kind) is not None or class_overrides_train(kind))
 
 
 def reshard(model: Module) -> None:
@@ -109,18 +109,19 @@ class Pairs:
         may_be_merged: whether modules are in eval mode that may have merged weights then (see ``modes.unmerged``).
     """
 
+    may_be_merged = False
+    _kept: list[int] | None = None  # which parameters are not None in both; None: all
+    _kept_buffers: list[int] | None = None
+    _averaged_buffers: Sequence[int] = ()
+
     def __init__(self) -> None:
         self.averages: list[Any] = []
         self.news: list[Any] = []
         self.buffers: list[Any] = []
         self.new_buffers: list[Any] = []
-        self.may_be_merged = False
         self._parameter_spans: list[_Span] = []
         self._buffer_spans: list[_Span] = []
-        self._unpaired: list[tuple[_Node, Any, Any]] = []
-        self._kept: list[int] | None = None  # which parameters are not None in both; None: all
-        self._kept_buffers: list[int] | None = None
-        self._averaged_buffers: list[int] = []
+        self._unpaired: list[tuple[_Node | None, Any, Any]] = []
 
     def names(self) -> list[str]:
         """Return the names of ``averages``, as ``named_parameters`` and ``named_buffers`` spell them."""
@@ -182,7 +183,7 @@ class Pairs:
                 (missing if new is None else unexpected).append(index)
         spelled = [name for name, _, _ in _spell(self._parameter_spans)] if missing or unexpected else []
         lacks, has = [spelled[index] for index in missing], [spelled[index] for index in unexpected]
-        for node, module, other in reversed(self._unpaired):
+        for node, module, other in self._unpaired:
             lacks += _parameter_names(module, _prefix(node))
             has += _parameter_names(other, _prefix(node))
         if lacks or has:
@@ -224,19 +225,21 @@ def pair(
     pairs = Pairs()
     averages, news, unpaired = pairs.averages, pairs.news, pairs._unpaired
     seen: set[tuple[int, int]] = set()
-    ordinary: set[type] = set()  # classes of modules that are no wrappers and not sharded
+    ordinary: set[type] = set()  # classes found to be so
     waiting: list[tuple[_Node | None, Any, Any]] = [(None, average, model)]
     while waiting:
         node, module, other = waiting.pop()
         if type(module) not in ordinary or type(other) not in ordinary:
+            if module is None or other is None:
+                if module is not other:
+                    unpaired.append((node, module, other))
+                continue
             kinds: set[Any] = {type(module), type(other)}
-            is_special = any(map(_is_special, kinds))
-            if is_special:
-                module, other = _open(module), _open(other)
-            may_merge = list(filter(overrides_train, (module, other)))
-            pairs.may_be_merged |= not all(it.training for it in may_merge)
-            if not (is_special or may_merge):
+            if all(map(_is_ordinary, kinds)):
                 ordinary |= kinds
+            else:
+                module, other = _open(module), _open(other)
+                pairs.may_be_merged |= any(overrides_train(it) and not it.training for it in (module, other))
         pair = (id(module), id(other))
         if pair in seen:
             continue
@@ -261,15 +264,12 @@ def pair(
         mine, theirs = module._modules, other._modules
         if mine or theirs:
             names = [*mine.keys()]
-            if names != [*theirs.keys()]:
+            if names == [*theirs.keys()]:
+                children = zip(names, mine.values(), theirs.values(), strict=True)
+            else:
                 names += [name for name in as_dict(theirs) if name not in mine]
-            mine, theirs = as_dict(mine), as_dict(theirs)
-            for name in reversed(names):  # the first is to be taken first
-                ours, its = mine.get(name), theirs.get(name)
-                if ours is not None and its is not None:
-                    waiting.append(((node, name), ours, its))
-                elif ours is not its:
-                    unpaired.append(((node, name), ours, its))
+                children = zip(names, map(as_dict(mine).get, names), map(as_dict(theirs).get, names), strict=True)
+            waiting += [((node, name), ours, its) for name, ours, its in children][::-1]  # the first is taken first
     pairs.drop_none(called, advice)
     return pairs
 

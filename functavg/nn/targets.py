@@ -13,7 +13,7 @@ from torch.nn import Module, ModuleList
 
 from functavg.checks import check_fraction
 from functavg.nn import pairing
-from functavg.nn.buffers import Copies, check_copies, split_buffers
+from functavg.nn.buffers import check_copies, split_buffers
 from functavg.nn.modes import unmerged
 from functavg.nn.writing import drop_derived_values
 from functavg.plan import Lerp, check_plan
@@ -84,7 +84,7 @@ def _pair(target: Module, model: Module) -> pairing.Pairs:
 
 def _step_(target: Module, pairs: pairing.Pairs, weight: Weight, buffers: Buffers) -> None:
     """Move what was paired, all of it or nothing."""
-    copies = Copies() if buffers == "keep" else split_buffers(pairs, buffers == "average")
+    copies = None if buffers == "keep" else split_buffers(pairs, buffers == "average")
     averages, news = NamedList(pairs.averages, pairs.names), NamedList(pairs.news, pairs.names)
     commit = check_plan(Lerp(averages, news, weight), inplace=True)
     commit_buffers = check_copies(copies, lambda: _find_device(target))

@@ -27,7 +27,7 @@ class Column(NDArrayOperatorsMixin):
     """
 
     ndim = 0
-    shape = ()
+    shape: tuple[()] = ()
 
     def __init__(self, values: NDArray[Any]) -> None:
         self.values = values

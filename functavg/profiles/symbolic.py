@@ -7,6 +7,7 @@ __all__: list[str] = []
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -53,27 +54,17 @@ def read(rule: AveragingRule, gaps: Sequence[int], at: Iterable[int], progress: 
 # ---- forwards: plans become nodes
 
 
+@dataclass(eq=False, slots=True)
 class Node:
     """The linear combination ``keep * old + take * new``, or something given: the initial model, an iterate."""
 
-    __slots__ = ("index", "keep", "new", "old", "order", "take")
-
-    def __init__(
-        self,
-        order: int,
-        *,
-        old: Node | None = None,
-        keep: float = 1.0,
-        new: Node | None = None,
-        take: float = 1.0,
-        index: int = -1,
-    ) -> None:
-        self.order = order
-        self.old = old
-        self.keep = keep
-        self.new = new
-        self.take = take
-        self.index = index
+    order: int
+    _: KW_ONLY
+    old: Node | None = None
+    keep: float = 1.0
+    new: Node | None = None
+    take: float = 1.0
+    index: int = -1
 
 
 ONE = np.ones(())
@@ -90,11 +81,11 @@ class Run:
 
     def __init__(self, rule: AveragingRule, updates: int = 0) -> None:
         self.rule = rule
-        self.updates = updates
-        self.orders = itertools.count()
+        self.updates: int = updates
+        self.orders: Iterator[int] = itertools.count()
         start = Node(next(self.orders), index=0)
         # What a state starts with are multiples of the initial model, most often that model itself.
-        self.state = trees.tree_map(
+        self.state: AverageState[PyTree] = trees.tree_map(
             lambda leaf: (
                 _make_symbol(Node(next(self.orders), old=start, keep=float(leaf)), leaf)
                 if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f"
@@ -109,6 +100,7 @@ class Run:
             self.update(steps)
 
     def update(self, steps: int) -> None:
+        """Go on by one update."""
         self.updates += 1
         params = _make_symbol(Node(next(self.orders), index=self.updates))
         before = self.state

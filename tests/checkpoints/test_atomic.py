@@ -16,6 +16,7 @@ from tests.checkpoints.killed import average_forever
 KILLS = 20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="kills as Unix does")
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_a_process_killed_at_random_moments_leaves_a_whole_output(tmp_path, suffix):

@@ -311,6 +311,7 @@ def started(*arguments, code="from functavg.__main__ import main; main()"):
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_module():
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "error", "-m", "functavg", "profile", "swa", "--steps", "10"]
@@ -327,6 +328,7 @@ def test_without_its_libraries_it_says_what_to_install():
     assert "the command needs typer, which is not installed: pip install 'functavg[cli]'" in err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals of Unix")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_an_interrupted_command_removes_its_temporary_file(folder, number, code):

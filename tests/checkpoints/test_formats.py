@@ -91,6 +91,7 @@ def test_a_layout_of_torch_that_is_not_as_expected_is_refused(tmp_path, monkeypa
         checkpoints.average([path], tmp_path / "out.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the memory used")
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_memory_does_not_grow_with_the_files(tmp_path, suffix):

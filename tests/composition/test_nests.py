@@ -170,6 +170,7 @@ def test_a_count_on_the_device_changes_no_average(nest: Any, updates: list[Updat
     assert isinstance(state.count, torch.Tensor)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(nests.nests(TRACED), nests.streams(min_size=3))
 def test_any_nest_is_carried_through_a_scan(nest: Any, updates: list[Update]) -> None:
@@ -200,6 +201,7 @@ def small(params: Any) -> Any:
     return to_torch(nests.restricted(params, ["a", "c"]))
 
 
+@pytest.mark.slow
 def test_a_nest_compiles_to_one_graph_with_its_counts_on_the_device() -> None:
     """No graph break and no recompilation, whatever the gates do."""
     rule, first = nests.rule_of(COMPILED), nests.restricted(nests.iterate(0), ["a", "c"])

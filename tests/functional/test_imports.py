@@ -96,6 +96,7 @@ def test_optree_is_imported_by_trees_alone() -> None:
     assert users == {"functavg.trees"}
 
 
+@pytest.mark.slow
 def test_the_core_imports_torch_in_its_kernels_only_and_jax_nowhere() -> None:
     users = {name for name in SOURCES if any(used.split(".")[0] == "torch" for used in imports(name))}
     core = {name for name in users if layer(name) >= layer("functavg.functional")}
@@ -164,6 +165,7 @@ for rule in (functavg.EMA(0.9), functavg.SWA(), functavg.PowerEMA(2), functavg.A
     assert not {"torch", "jax", "ml_dtypes"} & loaded
 
 
+@pytest.mark.slow
 def test_averaging_tensors_never_loads_jax_and_names_dtypes_without_ml_dtypes() -> None:
     pytest.importorskip("torch")
     loaded = loaded_by(
@@ -254,6 +256,7 @@ assert {"AveragedModel", "checkpoints", "swa_utils"} <= set(functavg.__all__)
     )
 
 
+@pytest.mark.slow
 def test_jax_params_may_live_on_other_devices_than_the_average() -> None:
     pytest.importorskip("jax")
     loaded_by(

@@ -30,6 +30,7 @@ print((peak() - before) / 2**20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("average", "params"), [("float32", "float32"), ("float32", "bfloat16")], ids=["same dtype", "mixed precision"]
 )

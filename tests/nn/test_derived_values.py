@@ -57,6 +57,7 @@ def test_cached_parametrizations_are_computed_anew():
     assert model(ONE).item() == 4.0
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_to_look_into():
     script = "import sys, functavg.nn.writing as d, torch; del sys.modules['torch.nn.utils.parametrize']; "
     script += "d.drop_derived_values(); assert 'torch.nn.utils.parametrize' not in sys.modules"

@@ -287,6 +287,7 @@ def test_shared_memory_is_that_of_all_tensors(rule):
     ] == []
 
 
+@pytest.mark.slow
 def test_another_process_updates_the_same_average():
     model = scalar(0.0, torch.bfloat16)
     averaged = AveragedModel(model, rule=EMA(0.999))

@@ -22,7 +22,7 @@ COMPLEX = {dtype for dtype, kind in KINDS.items() if kind == dtypes.COMPLEX}
 POOR = {dtype for dtype in KINDS if dtype == torch.complex32 or (dtype.is_floating_point and dtype.itemsize == 1)}
 """Dtypes that torch computes with too little for a step: float8 and complex32."""
 
-PLAIN = {Tensor, Parameter}
+PLAIN: set[type[Tensor]] = {Tensor, Parameter}
 """Classes of tensors that are no more than that; others may compute, place or share their values in their own way."""
 
 

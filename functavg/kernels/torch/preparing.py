@@ -72,10 +72,10 @@ def _group_at_one_look(lists: Lists, count: int, apart: int) -> list[Group] | No
     Each fact is read once, in a loop of C, as there may be thousands of leaves. The leaves of the first ``apart`` lists
     have to lie apart in memory. What has none (it is on meta, empty, or partitioned away) is looked at closer.
     """
-    size = len(lists[0])
     leaves = list(itertools.chain(*lists))
-    if not set(map(type, leaves)) <= PLAIN:
+    if not PLAIN.issuperset(map(type, leaves)):
         return None
+    size = len(lists[0])
     try:
         shapes = list(map(_shape, leaves))
         starts = list(map(Tensor.data_ptr, leaves))
@@ -85,7 +85,10 @@ def _group_at_one_look(lists: Lists, count: int, apart: int) -> list[Group] | No
         return None
     if apart and not are_disjoint(leaves[: apart * size], starts[: apart * size]):
         return None
-    rows = _split(size, *(list(map(fact, leaves)) for fact in (_dtype, _device)))
+    dtypes, devices = list(map(_dtype, leaves)), list(map(_device, leaves))
+    if dtypes.count(dtypes[0]) == devices.count(devices[0]) == len(leaves):  # as in most models
+        return None if KINDS[dtypes[0]] is None else [_group_leaves(lists, count, range(size), dtypes[:1])]
+    rows = _split(size, dtypes, devices)
     for row in rows:
         kinds: list[Any] = [KINDS[dtype] for dtype in row[: len(lists)]]
         if None in kinds or min(kinds) < kinds[count]:
@@ -105,16 +108,22 @@ def _split(size: int, *facts: list[Any]) -> dict[tuple[Any, ...], Sequence[int]]
     return indices
 
 
-def _make_group(lists: Lists, count: int, indices: Sequence[int], facts: tuple[Any, ...]) -> Group:
-    """Return the group of leaves with these dtypes, devices and classes in common; no classes stand for torch's own."""
-    length = len(lists)
-    dtypes, devices, classes = facts[:length], facts[length : 2 * length], facts[2 * length :]
-    lists = [_take(leaves, indices) for leaves in lists]
-    averages, news = lists[:count], lists[count]
-    roundings = lists[-1] if length > count + 1 and lists[-1][0] is not lists[0][0] else None
+def _make_group(lists: Lists, count: int, indices: Sequence[int], row: tuple[Any, ...]) -> Group:
+    """Return the group of leaves with a row of dtypes, devices and classes; no classes stand for torch's own."""
+    dtypes, devices, classes = row[: len(lists)], row[len(lists) : 2 * len(lists)], row[2 * len(lists) :]
     alike = dtypes[:count].count(dtypes[count]) == devices[:count].count(devices[count]) == count
+    lists = [_take(leaves, indices) for leaves in lists]
+    return _group_leaves(lists, count, indices, dtypes, alike, PLAIN.issuperset(classes))
+
+
+def _group_leaves(
+    lists: Lists, count: int, indices: Sequence[int], dtypes: Sequence[Any], alike: bool = True, plain: bool = True
+) -> Group:
+    """Return the group of leaves of these dtypes, all of them plain tensors or not."""
+    averages, news = lists[:count], lists[count]
+    roundings = lists[-1] if len(lists) > count + 1 and lists[-1][0] is not lists[0][0] else None
     foreach = (
-        PLAIN.issuperset(classes)
+        plain
         and POOR.isdisjoint(dtypes[:count])
         and not any(map(Tensor.is_neg, itertools.chain(*averages)))  # lazy views, to which grouped kernels do not write
         and (COMPLEX.isdisjoint(dtypes) or not any(map(Tensor.is_conj, itertools.chain(*averages, news))))
