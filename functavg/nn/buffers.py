@@ -5,15 +5,17 @@ from __future__ import annotations
 __all__: list[str] = []
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
+from functavg.kernels import dtypes
+from functavg.kernels.torch.dtensor import get_shard
 from functavg.kernels.torch.groups import PLAIN, kind_of, refusal
 from functavg.nn.pairing import ABSENT, Pairs, is_averageable
 from functavg.plan import Lerp, check_plan
@@ -44,8 +46,26 @@ def check_use_buffers(use_buffers: Any) -> None:
         )
 
 
-def split_buffers(pairs: Pairs, use_buffers: UseBuffers) -> Copies | None:
-    """Add the buffers to average to ``pairs.averages``; return the others, which are copied, None if there are none."""
+def name_infinite(named: Iterable[tuple[str, Tensor]]) -> frozenset[str]:
+    """Return the names of buffers that hold an infinity, as masks of attention do: a step from it to itself is NaN."""
+    return frozenset(name for name, tensor in named if not isinstance(tensor, Parameter) and _is_infinite(tensor))
+
+
+def _is_infinite(buffer: Tensor) -> bool:
+    if refusal(buffer) is not None or kind_of(buffer) not in (dtypes.REAL, dtypes.COMPLEX) or buffer.is_meta:
+        return False
+    values = get_shard(buffer)
+    return bool((values.float() if values.itemsize == 1 else values).isinf().any())  # isinf knows no float8
+
+
+def split_buffers(pairs: Pairs, use_buffers: UseBuffers, never: Collection[str] = ()) -> Copies | None:
+    """Add the buffers to average to ``pairs.averages``; return the others, which are copied, None if there are none.
+
+    Args:
+        pairs: the tensors of an average and a model.
+        use_buffers: which buffers are averaged, of those that may be.
+        never: the names of those that may not. Default: none.
+    """
     if not pairs.new_buffers:
         return None
     if not use_buffers and _can_copy_all(pairs):
@@ -61,7 +81,12 @@ def split_buffers(pairs: Pairs, use_buffers: UseBuffers) -> Copies | None:
         if old is None or old is ABSENT or new is None or id(old) in parameters:
             if parameters.get(id(old), old) is not new:  # one that is tied to a parameter follows it
                 copies.replaced.append((name, average, model))
-        elif use_buffers and is_averageable(name, model, new) and (not callable(use_buffers) or use_buffers(path, new)):
+        elif (
+            use_buffers
+            and path not in never
+            and is_averageable(name, model, new)
+            and (not callable(use_buffers) or use_buffers(path, new))
+        ):
             averaged.append(index)
         elif not _can_take(old, new) or takers.setdefault(id(old), new) is not new:  # tied in the average only
             copies.replaced.append((name, average, model))
