@@ -65,7 +65,7 @@ class HeldState:
     def read_count(self, buffer: Tensor) -> int:
         """Return the count."""
         before = self._count
-        if buffer.device.type == "cpu":
+        if buffer.is_cpu:
             self._count = int(buffer)
         elif not buffer.is_meta and self._known_count.get([buffer]) is None:
             self._count = int(buffer)
@@ -81,7 +81,7 @@ class HeldState:
         else:
             buffer.fill_(count)
         self._count = count
-        if buffer.device.type != "cpu":
+        if not buffer.is_cpu:
             self._known_count.keep([buffer], [count])
         return buffer
 
