@@ -191,7 +191,7 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         if rounds:
             plan = plan._replace(average=replace(step, roundings=as_tree(pairs.averages, pairs)))
         commit = check_plan(plan, inplace=True)
-        commit_buffers = buffers.check_copies(copies, self._device)
+        commit_buffers = buffers.check_copies(copies, self)
         after = commit()
         commit_buffers()
         for mine, theirs, name in strays:  # what is shared was replaced in the model, or the average was copied
@@ -300,11 +300,6 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         pairs = pairing.pair(vars(self)["_modules"]["module"], model)
         strays = pairs.leave_out(self._shared) if self._shared else []
         return pairs, buffers.split_buffers(pairs, self.use_buffers, self._infinite), strays
-
-    def _device(self) -> torch.device | None:
-        """Return the device of the average, None if it is on several."""
-        devices = {tensor.device for tensor in self.module.parameters()}
-        return devices.pop() if len(devices) == 1 else None
 
     # ---- moving, copying
 

@@ -98,19 +98,19 @@ def split_buffers(pairs: Pairs, use_buffers: UseBuffers, never: Collection[str] 
     return copies
 
 
-def check_copies(copies: Copies | None, find_device: Callable[[], torch.device | None]) -> Callable[[], None]:
+def check_copies(copies: Copies | None, module: Module) -> Callable[[], None]:
     """Check that buffers can be copied; return the function that does it.
 
     Args:
         copies: what ``split_buffers`` returned.
-        find_device: returns the device for buffers that the average lacks; ``None``: that of the model's buffer.
+        module: the average. Buffers that it lacks come to its device, or to that of the model where it is on several.
 
     Raises:
         TypeError: a buffer has no values to copy yet; the message names it.
     """
     if copies is None:
         return lambda: None
-    actions: list[Callable[[], object]] = [_make_replacement(*replaced, find_device) for replaced in copies.replaced]
+    actions: list[Callable[[], object]] = [_make_replacement(*replaced, module) for replaced in copies.replaced]
     if copies.averages:
         averages, news = NamedList(copies.averages, copies.spell), NamedList(copies.news, copies.spell)
         actions.insert(0, check_plan(Lerp(averages, news, 1.0), inplace=True))
@@ -122,12 +122,11 @@ def check_copies(copies: Copies | None, find_device: Callable[[], torch.device |
     return commit
 
 
-def _make_replacement(
-    name: str, average: Module, model: Module, find_device: Callable[[], torch.device | None]
-) -> Callable[[], None]:
+def _make_replacement(name: str, average: Module, model: Module, module: Module) -> Callable[[], None]:
     """Return the function that replaces a buffer of the average by a copy of the model's."""
     old, new = average._buffers.get(name), model._buffers[name]
-    device = find_device() if old is None else old.device
+    devices = {tensor.device for tensor in module.parameters()} if old is None else {old.device}
+    device = devices.pop() if len(devices) == 1 else None
     if new is not None and is_lazy(new):
         raise TypeError(f"the model's buffer {name} is uninitialised (lazy); run one forward pass first")
     if new is not None and new.is_meta and device is not None and device.type != "meta":

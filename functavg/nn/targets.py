@@ -8,7 +8,6 @@ import operator
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-import torch
 from torch.nn import Module, ModuleList
 
 from functavg.checks import check_fraction
@@ -87,7 +86,7 @@ def _step_(target: Module, pairs: pairing.Pairs, weight: Weight, buffers: Buffer
     copies = None if buffers == "keep" else split_buffers(pairs, buffers == "average")
     averages, news = NamedList(pairs.averages, pairs.names), NamedList(pairs.news, pairs.names)
     commit = check_plan(Lerp(averages, news, weight), inplace=True)
-    commit_buffers = check_copies(copies, lambda: _find_device(target))
+    commit_buffers = check_copies(copies, target)
     commit()
     commit_buffers()
     drop_derived_values()
@@ -117,9 +116,3 @@ def _as_list(modules: object, name: str) -> list[Module]:
 def _describe(modules: object) -> str:
     kinds = f" of {len(modules)}" if isinstance(modules, Sequence) and not isinstance(modules, str) else ""
     return type(modules).__name__ + kinds
-
-
-def _find_device(module: Module) -> torch.device | None:
-    """Return the device of a module, None if it is on several."""
-    devices = {tensor.device for tensor in module.parameters()}
-    return devices.pop() if len(devices) == 1 else None
