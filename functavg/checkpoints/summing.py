@@ -18,7 +18,7 @@ from torch import Tensor
 
 from functavg.checkpoints import pieces as parts
 from functavg.checkpoints import progress as bars
-from functavg.checkpoints.atomic import replacing
+from functavg.checkpoints.atomic import replacing, write_back
 from functavg.checkpoints.matching import check_apart, check_match, common_ties
 from functavg.checkpoints.readers import Reader
 from functavg.checkpoints.records import make_record
@@ -30,6 +30,9 @@ from functavg.kernels import dtypes
 from functavg.posthoc import Synthesis, combine
 
 PathLike = str | os.PathLike[str]
+
+_BACKLOG = 8
+"""So many groups of pieces are written before the disk is asked to follow."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,11 @@ def write_sum(
     with bars.reporting(progress, total) as advance, replacing(target, writer.nbytes) as file:
         writer.begin(file)
         with contextlib.closing(compute_ahead(_Sum(used, infos, normalize), groups)) as sums:
-            for group, tensors in zip(groups, sums, strict=True):
+            for index, (group, tensors) in enumerate(zip(groups, sums, strict=True), 1):
                 for piece in group:
                     writer.write(file, piece, tensors[piece.name])
+                if index % _BACKLOG == 0:
+                    write_back(file)
                 advance(parts.count_bytes(group, forms))
     return Averaged(target, tuple(files), tuple(weights), len(writer.names), writer.nbytes)
 

@@ -10,6 +10,8 @@ import time
 import pytest
 import torch
 
+from functavg import checkpoints
+from functavg.checkpoints import pieces
 from tests.checkpoints.files import FORMATS, load, save
 from tests.checkpoints.killed import average_forever
 
@@ -46,3 +48,22 @@ def test_a_process_killed_at_random_moments_leaves_a_whole_output(tmp_path, suff
             path.unlink()
     assert halfway > KILLS // 4  # otherwise the kills came between averages
     assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_the_disk_follows_while_the_file_is_written(tmp_path, suffix, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE", 400)
+    advise, sizes = os.posix_fadvise, []
+
+    def record(descriptor, offset, length, advice):
+        sizes.append(os.fstat(descriptor).st_size)
+        advise(descriptor, offset, length, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", record)
+    tensors = {f"layer{index}": torch.full((100,), float(index)) for index in range(20)}
+    inputs = [save(tmp_path / f"{index}{suffix}", tensors) for index in range(2)]
+    checkpoints.average(inputs, tmp_path / f"out{suffix}")
+    assert len(sizes) == 2
+    assert 0 < sizes[0] <= sizes[1] < os.path.getsize(inputs[0]) * 1.5
+    assert all(torch.equal(value, tensors[name]) for name, value in load(tmp_path / f"out{suffix}").items())
