@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__: list[str] = []
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from functavg.kernels.torch import dtensor
 from functavg.nn import pairing
-from functavg.nn.buffers import UseBuffers
+from functavg.nn.buffers import UseBuffers, name_infinite
 from functavg.nn.modes import unmerged
 from functavg.nn.swap import swapped
 from functavg.nn.writing import write
@@ -48,7 +48,8 @@ class ModelAverage:
     Args:
         model: the model.
         rule: the rule to average by.
-        use_buffers: whether real and complex buffers are averaged too, or ``f(name, buffer) -> bool``.
+        use_buffers: whether real and complex buffers are averaged too, or ``f(name, buffer) -> bool``; of those that
+            are persistent and hold no infinity now.
         device: where the average lives. Default: where the model is.
         dtype: dtype of the average. Default: that of the parameters, at least float32.
         backup_device: where the training weights are while the average is in the model. Default: where they were.
@@ -73,6 +74,7 @@ class ModelAverage:
         self.model = model
         self.rule = rule
         self._use_buffers = use_buffers
+        self._infinite = name_infinite(pairing.unwrap(model).named_buffers(remove_duplicate=False))
         self._placement = {"device": device, "dtype": dtype}
         self._backup_device = backup_device
         self._names = set(names)
@@ -104,25 +106,41 @@ class ModelAverage:
         self.state = self.rule.update(tensors, state, inplace=True)
         self._names |= tensors.keys()
 
+    def load(self, names: Iterable[str], read: Callable[[AverageState[Any]], AverageState[Any]]) -> None:
+        """Go on from a saved average; what else is trained by now joins at the next update.
+
+        Args:
+            names: the names of the tensors that were averaged.
+            read: returns the saved state, given one of its structure; its errors leave everything as it was.
+        """
+        names = set(names)
+        tensors = self._find_tensors(self._names | names)
+        like = {name: tensor for name, tensor in tensors.items() if name in names}
+        self.state = read(self.rule.init(like or tensors, **self._placement))
+        self._names = set(like or tensors)
+
     def _grow(self, tensors: dict[str, Tensor]) -> AverageState[Any]:
         grown = self.rule.extend(tensors, self.state)
         if self._placement["device"] is None and self._placement["dtype"] is None:
             return grown
         return from_state_dict(self.rule.init(tensors, **self._placement), to_state_dict(grown))
 
-    def _find_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors to average by name: what is trained, and what was averaged before."""
+    def _find_tensors(self, names: Container[str] | None = None) -> dict[str, Tensor]:
+        """Return the tensors to average by name: what is trained, and these; by default what was averaged before."""
+        names = self._names if names is None else names
         pairing.reshard(self.model)
         model = pairing.unwrap(self.model)
         tensors: dict[str, Tensor] = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad or name in self._names
+            name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad or name in names
         }
         for prefix, module in model.named_modules() if self._use_buffers else ():
             for name, buffer in module.named_buffers(recurse=False):
                 path = f"{prefix}.{name}" if prefix else name
-                if pairing.is_averageable(name, module, buffer) and self._is_wanted(path, buffer):
+                if (
+                    path not in self._infinite
+                    and pairing.is_averageable(name, module, buffer)
+                    and self._is_wanted(path, buffer)
+                ):
                     tensors[path] = buffer
         return tensors
 
@@ -140,8 +158,11 @@ class ModelAverage:
 
     def keys(self) -> dict[str, str]:
         """Return the key in ``to_state_dict`` of each of the tensors that :meth:`weights` returns after an update."""
-        prefix, weights = self._find_first()
-        return {name: ".".join([*prefix, name]) for name in weights}
+        return {name: self.prefix() + name for name in self._find_first()[1]}
+
+    def prefix(self) -> str:
+        """Return what stands before the names of these tensors in the keys of ``to_state_dict``."""
+        return ".".join([*self._find_first()[0], ""])
 
     def _find_first(self) -> tuple[list[str], Any]:
         """Return the first average and the keys that lead to it; there are several in Several, also in a nested one."""

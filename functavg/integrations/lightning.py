@@ -115,6 +115,12 @@ class AveragingCallback(Callback):
             raise TypeError(
                 "update_bn=True needs one train dataloader, and there are several: call functavg.update_bn after fit"
             )
+        forward = type(pl_module).forward.__qualname__
+        if self._update_bn is True and forward == "LightningModule.forward":  # which would fail at the end
+            raise TypeError(
+                f"update_bn=True calls {type(pl_module).__name__} with a batch, and it has no forward: define one, or "
+                "pass what computes with a batch, such as update_bn=lambda model, batch: model.net(batch[0])"
+            )
         unwrap(trainer.model)  # type: ignore[arg-type]  # refuses FSDP1, which wraps the model
         self._detach()
         self._take_over(pl_module)
@@ -213,7 +219,8 @@ class AveragingCallback(Callback):
         if self._loaded is not None:
             names = self._loaded["weights"]
             average = ModelAverage(pl_module, self.rule, **self._options, names=names)
-            average.state = from_state_dict(average.state, self._loaded["state"])
+            saved = self._loaded["state"]
+            average.load(names, lambda like: from_state_dict(like, saved))
             self._average, self._loaded = average, None
 
     def _enter(self, pl_module: LightningModule) -> None:

@@ -20,6 +20,7 @@ else:
     TrainerCallback = require("transformers", "transformers").TrainerCallback
 
 from functavg.checkpoints import load_state, save_state
+from functavg.checkpoints.opening import open_file
 from functavg.integrations.averaging import AtEnd, ModelAverage, check_arguments
 from functavg.nn.attaching import Attachment, attach
 from functavg.nn.buffers import UseBuffers
@@ -229,7 +230,10 @@ def _find_trainer(callback: AveragingCallback, frame: FrameType | None) -> Any:
 def _load(average: ModelAverage, path: Path, otherwise: str) -> None:
     """Load the average of a checkpoint, or warn that it has none."""
     if path.is_file():
-        average.state = load_state(path, average.state)
+        prefix = average.prefix()
+        keys = open_file(path).infos
+        names = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+        average.load(names, lambda like: load_state(path, like))
     else:
         warnings.warn(
             f"{path.parent} has no {path.name}, the average of an AveragingCallback; {otherwise}", stacklevel=2

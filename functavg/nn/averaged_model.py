@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = ["AveragedModel"]
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -23,6 +24,7 @@ from functavg.nn.copying import copy_model, overwrite_
 from functavg.nn.functions import rule_of, sort_ways
 from functavg.nn.held_state import HeldState
 from functavg.nn.modes import unmerged
+from functavg.nn.rebinding import rebind_methods_
 from functavg.nn.saving import SavedAverage
 from functavg.nn.sharing import Share, find_parameters, hidden, name_shared, warn_of_move
 from functavg.nn.writing import drop_derived_values, exchange, write
@@ -61,7 +63,8 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         avg_fn: ``fn(averaged, current, n_averaged) -> averaged`` for each parameter.
         multi_avg_fn: ``fn(averaged_list, current_list, n_averaged)`` for many parameters in place.
         use_buffers: whether real and complex buffers are averaged too, or ``f(name, buffer) -> bool``. Others are
-            copied from the model at each update. Default: ``False``.
+            copied from the model at each update, and so are always those that are not persistent, and those that hold
+            an infinity now, as masks do. Default: ``False``.
         rule: the rule to average by; one in the place of ``device``, ``avg_fn`` or ``multi_avg_fn`` is taken for it.
             Default: ``SWA()``, the equal mean.
         module: a ready copy of the model to hold the average, such as a sharded one; it is overwritten.
@@ -91,6 +94,7 @@ class AveragedModel(SavedAverage, Generic[M_co]):
 
     module: M_co
     n_averaged: Tensor
+    _infinite: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -118,6 +122,8 @@ class AveragedModel(SavedAverage, Generic[M_co]):
                 self.module = cast("M_co", copy_model(model, device, share))
             else:
                 self.module = cast("M_co", overwrite_(module, model, device, share))
+            rebind_methods_(self.module, model)
+            self._infinite = buffers.name_infinite(pairing.tensors(self.module))
             if share is not None or module is not None:
                 self._shared = name_shared(self.module, model)
             self._held.masters.narrow(self._averaged().values())
@@ -155,6 +161,7 @@ class AveragedModel(SavedAverage, Generic[M_co]):
             TypeError, ValueError: the model does not fit; the message names the parameters. Nothing was changed then.
         """
         pairing.check_module(model, "update_parameters(model)")
+        self._undo_broken_load()
         pairs, copies, strays = self._pair(model)
         if pairs.may_be_merged:
             with unmerged(self.module, model):
@@ -172,7 +179,10 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         as_tree = _as_list if _is_blind_to_names(rule) else _as_dict
         averages = as_tree(masters, pairs)
         counter = vars(self)["_buffers"]["n_averaged"]  # the look-up of modules takes ten times as long
-        before = held.state(held.read_count(counter), averages)
+        count = held.read_count(counter)
+        if held.was_reset:
+            held.init_(rule, self._averaged())
+        before = held.state(count, averages)
         plan = plan_update(rule, as_tree(pairs.news, pairs), before, steps)
         if before.count == 0:
             self._warn_of_lost_weights(plan.average, pairs.averages)
@@ -260,6 +270,7 @@ class AveragedModel(SavedAverage, Generic[M_co]):
 
     def _has_average(self, name: str) -> bool:
         """Tell whether anything was averaged; warn of weights that stand in its place."""
+        self._undo_broken_load()
         if self._held.read_count(self.n_averaged) > 0:
             return True
         pairs, _, _ = self._pair(self.module)
@@ -288,7 +299,7 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         """Return what is averaged of a model, what is copied, and which shared tensors are other ones by now."""
         pairs = pairing.pair(vars(self)["_modules"]["module"], model)
         strays = pairs.leave_out(self._shared) if self._shared else []
-        return pairs, buffers.split_buffers(pairs, self.use_buffers), strays
+        return pairs, buffers.split_buffers(pairs, self.use_buffers, self._infinite), strays
 
     def _device(self) -> torch.device | None:
         """Return the device of the average, None where it is on several."""
@@ -296,6 +307,15 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         return devices.pop() if len(devices) == 1 else None
 
     # ---- moving, copying
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AveragedModel[M_co]:
+        """Copy as any module, with ordinary tensors in inference mode too: master copies of others are not trusted."""
+        make, args, state, *_ = cast("tuple[Any, ...]", self.__reduce_ex__(2))
+        copied: AveragedModel[M_co] = make(*args)
+        memo[id(self)] = copied
+        with torch.inference_mode(False), torch.no_grad():
+            copied.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
+        return copied
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AveragedModel[M_co]:
         """Move or convert, as all of ``to``, ``half``, ``cuda`` and ``share_memory`` do.

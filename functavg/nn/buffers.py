@@ -5,15 +5,17 @@ from __future__ import annotations
 __all__: list[str] = []
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
+from functavg.kernels import dtypes
+from functavg.kernels.torch.dtensor import get_shard
 from functavg.kernels.torch.groups import PLAIN, kind_of, refusal
 from functavg.nn.pairing import ABSENT, Pairs, is_averageable
 from functavg.plan import Lerp, check_plan
@@ -44,8 +46,26 @@ def check_use_buffers(use_buffers: Any) -> None:
         )
 
 
-def split_buffers(pairs: Pairs, use_buffers: UseBuffers) -> Copies | None:
-    """Move the buffers that are averaged to the averages of ``pairs``; return the others, None where there are none."""
+def name_infinite(named: Iterable[tuple[str, Tensor]]) -> frozenset[str]:
+    """Return the names of buffers that hold an infinity, as masks of attention do: a step from it to itself is NaN."""
+    return frozenset(name for name, tensor in named if not isinstance(tensor, Parameter) and _is_infinite(tensor))
+
+
+def _is_infinite(buffer: Tensor) -> bool:
+    if refusal(buffer) is not None or kind_of(buffer) not in (dtypes.REAL, dtypes.COMPLEX) or buffer.is_meta:
+        return False
+    values = get_shard(buffer)
+    return bool((values.float() if values.itemsize == 1 else values).isinf().any())  # isinf knows no float8
+
+
+def split_buffers(pairs: Pairs, use_buffers: UseBuffers, never: Collection[str] = ()) -> Copies | None:
+    """Move the buffers that are averaged to the averages of ``pairs``; return the others, None where there are none.
+
+    Args:
+        pairs: the tensors of an average and a model.
+        use_buffers: which buffers are averaged, of those that may be.
+        never: the names of those that may not. Default: none.
+    """
     if not pairs.new_buffers:
         return None
     if not use_buffers and _fit(pairs):
@@ -65,7 +85,7 @@ def split_buffers(pairs: Pairs, use_buffers: UseBuffers) -> Copies | None:
         elif id(old) in parameters:  # it follows the parameter that it is
             if parameters[id(old)] is not new:
                 copies.replaced.append((name, average, model))
-        elif use_buffers and is_averageable(name, model, new) and _is_wanted(use_buffers, path, new):
+        elif use_buffers and _may_be_averaged(path, model, new, never) and _is_wanted(use_buffers, path, new):
             averaged.append(index)
         elif not _can_take(old, new) or takers.setdefault(id(old), new) is not new:  # tied, and parted in the model
             copies.replaced.append((name, average, model))
@@ -149,6 +169,10 @@ def _can_take(old: Tensor, new: Tensor) -> bool:
     if refusal(old) is not None or refusal(new) is not None or (new.is_meta and not old.is_meta):
         return False
     return old.shape == new.shape and torch.can_cast(new.dtype, old.dtype)
+
+
+def _may_be_averaged(path: str, module: Module, buffer: Tensor, never: Collection[str]) -> bool:
+    return is_averageable(path.rpartition(".")[2], module, buffer) and path not in never
 
 
 def _is_wanted(use_buffers: UseBuffers, path: str, buffer: Any) -> bool:

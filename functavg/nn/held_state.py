@@ -31,6 +31,7 @@ class HeldState:
     Attributes:
         masters: the averages in the precision that they are averaged in.
         memory: the memory of the rule.
+        was_reset: whether somebody has set the count back to 0, so that the rule has to begin anew.
 
     Args:
         dtype: the dtype that averages are held in. Default: that of the tensors, at least float32.
@@ -41,6 +42,7 @@ class HeldState:
         self.memory: Any = ()
         self.averages: Any = None  # all averages, with None in the place of the first
         self.keys: tuple[str, ...] = ()  # where the first stands among several
+        self.was_reset = False
         self._tied = False
         self._count = 0
         self._known_count = Trusted()
@@ -49,6 +51,7 @@ class HeldState:
     def init_(self, rule: AveragingRule, tensors: Values) -> None:
         """Start from the tensors to average, as the ``init`` of a rule does."""
         self.memory, self.averages, self.keys = (), None, ()
+        self.was_reset = False
         self._tied = are_shared(list(tensors.values()))
         if type(rule).init is not AveragingRule.init:
             values = self.masters.get_named(tensors)
@@ -61,11 +64,13 @@ class HeldState:
 
     def read_count(self, buffer: Tensor) -> int:
         """Return the count."""
-        if buffer.device.type == "cpu":
+        before = self._count
+        if buffer.is_cpu:
             self._count = int(buffer)
         elif not buffer.is_meta and self._known_count.get([buffer]) is None:
             self._count = int(buffer)
             self._known_count.keep([buffer], [self._count])
+        self.was_reset |= before > 0 and self._count == 0
         return self._count
 
     def write_count(self, buffer: Tensor, count: int) -> Tensor:
@@ -76,7 +81,7 @@ class HeldState:
         else:
             buffer.fill_(count)
         self._count = count
-        if buffer.device.type != "cpu":
+        if not buffer.is_cpu:
             self._known_count.keep([buffer], [count])
         return buffer
 

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from functavg.kernels.torch.dtensor import get_shard, is_sharded
 from functavg.nn.extra_state import find_problem, get_shape, load_extra_state, make_extra_state, resume_from
+from functavg.trees import some
 
 Slot = tuple[dict[str, Any], str]
 """The store of a module and the name of a tensor in it."""
@@ -43,7 +44,7 @@ class Loading:
     def begin(self, averaged: Any, keys: Mapping[str, Any], prefix: str, errors: list[str]) -> None:
         """Put the master copies into the places of their tensors, and keep what the load may overwrite."""
         self._prefix, self._errors, self._known_errors = prefix, errors, len(errors)
-        self._has_weights = any(name.startswith(f"{prefix}module.") for name in keys)
+        self._weights = [name for name in keys if name.startswith(f"{prefix}module.")]
         self._has_count = f"{prefix}n_averaged" in keys
         held, tensors = averaged._held, averaged._averaged()
         masters = held.masters.get_named(tensors)
@@ -66,20 +67,31 @@ class Loading:
         if len(self._errors) > self._known_errors:
             self.undo(averaged)
             return
-        self._end_sharing()
-        self._round(averaged)
         held, rule = averaged._held, averaged.rule
-        averaged.n_averaged = averaged.n_averaged.to(torch.int64)
         key = f"{self._prefix}_extra_state"
         is_missing = key in missing
-        if self._has_weights and not self._has_count:
+        if is_missing and make_extra_state(held, rule) is None:
+            missing.remove(key)
+        own = [f"{self._prefix}module.{name}" for name in averaged._averaged()]
+        if self._weights and own and not self.strict and set(own) <= set(missing):
+            self.undo(averaged)
+            warnings.warn(
+                f"nothing of the state_dict was taken over: it has {some(self._weights)}, and the average {some(own)}. "
+                "Rename its keys",
+                stacklevel=2,
+            )
+            return
+        self._end_sharing()
+        self._round(averaged)
+        averaged.n_averaged = averaged.n_averaged.to(torch.int64)
+        if self._weights and not self._has_count:
             warnings.warn(
                 f"the state_dict has no {self._prefix}n_averaged: its weights are taken for an average of count 1, "
                 "so the next update averages them instead of replacing them",
                 stacklevel=2,
             )
             averaged.n_averaged = held.write_count(averaged.n_averaged, 1)
-        if self._has_weights or not is_missing:
+        if self._weights or not is_missing:
             problem = find_problem(held, rule, self.extra)
             if problem is None:
                 load_extra_state(held, rule, self.extra)
@@ -91,9 +103,8 @@ class Loading:
             else:
                 self._take_over(averaged, problem)
                 missing += [] if is_missing else [key]
-        if is_missing and make_extra_state(held, rule) is None:
-            missing.remove(key)
         count = held.read_count(averaged.n_averaged)
+        held.was_reset = False  # the rest of the state has come with the count
         held.mark_start(() if count else averaged._averaged().values())
 
     def undo(self, averaged: Any) -> None:
@@ -118,9 +129,11 @@ class Loading:
             store, name = slots[0]
             given: Tensor = store[name]
             if given is not master:  # assigned
-                low, is_parameter = given.detach().to(tensor.dtype), isinstance(tensor, Parameter)
-                tensor = Parameter(low, requires_grad=tensor.requires_grad) if is_parameter else low
-                master = given.to(master.dtype)
+                with torch.inference_mode(False):  # master copies of inference tensors would not be trusted
+                    given = given.detach().clone() if given.is_inference() else given.detach()
+                    low, is_parameter = given.to(tensor.dtype), isinstance(tensor, Parameter)
+                    tensor = Parameter(low, requires_grad=tensor.requires_grad) if is_parameter else low
+                    master = given.to(master.dtype)
             for store, name in slots:
                 store[name] = tensor
             pairs.append((tensor, master.detach()))
@@ -179,6 +192,7 @@ class Backup:
         self._held = averaged._held
         self._rest = self._held.memory, self._held.averages
         self._count = self._held.read_count(averaged.n_averaged)
+        self._was_written = self._held.were_written(self._masters[0])
 
     def restore(self, averaged: Any) -> None:
         """Bring everything back."""
@@ -190,4 +204,6 @@ class Backup:
                 get_shard(tensor).copy_(value)
         self._held.memory, self._held.averages = self._rest
         self._held.masters.keep(*self._masters)
+        if not self._was_written:
+            self._held.mark_start(() if self._count else self._masters[0])
         averaged.n_averaged = self._held.write_count(averaged.n_averaged, self._count)

@@ -91,7 +91,10 @@ class MasterCopies:
             dtype = self._held_dtype(tensor.dtype)
             if dtype != tensor.dtype:
                 moved = fn(value)  # what shares memory, or changes its format, goes on to
-                held[id(tensor)] = tensor, moved if moved.dtype == dtype else value.to(tensor.device, dtype)
+                master = moved if moved.dtype == dtype else value.to(tensor.device, dtype)
+                held[id(tensor)] = tensor, master
+                if old_dtype not in (tensor.dtype, master.dtype) and not tensor.is_meta:
+                    tensor.copy_(master)  # and not the rounding of a rounding
             elif value.dtype != old_dtype and not tensor.is_meta:
                 tensor.copy_(value)
         self.keep([tensor for tensor, _ in held.values()], [copy for _, copy in held.values()])

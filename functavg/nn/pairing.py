@@ -305,11 +305,12 @@ def as_dict(store: Any) -> dict[str, Any]:
 
 
 def is_averageable(name: str, module: Module, buffer: Tensor) -> bool:
-    """Tell whether a buffer may be averaged: it is real or complex, and no vector of a spectral norm.
+    """Tell whether a buffer may be averaged: it is real or complex, persistent, and no vector of a spectral norm.
 
-    The vectors of a spectral norm belong to one weight; the mean of two of them belongs to none.
+    A buffer that no state_dict holds is no state: its average would be lost with the first checkpoint. The vectors of a
+    spectral norm belong to one weight; the mean of two of them belongs to none.
     """
-    if not (buffer.is_floating_point() or buffer.is_complex()):
+    if not (buffer.is_floating_point() or buffer.is_complex()) or name in module._non_persistent_buffers_set:
         return False
     return not is_spectral_vector(name, module)
 

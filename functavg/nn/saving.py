@@ -74,7 +74,8 @@ class SavedAverage(TorchAveragedModel):
             state_dict: the state_dict. Without ``n_averaged``, its weights count as an average of one step.
             strict: whether the keys and the rule that wrote it have to be those of this average. If not, it takes over
                 what fits: the weights and the count, and of the memory what was written by a rule of the same class
-                under the same name; the rest starts from the loaded average. Default: ``True``.
+                under the same name; the rest starts from the loaded average. Where none of the weights under
+                ``module.`` is one of its own, nothing is taken over, with a warning. Default: ``True``.
             assign: as for any module.
 
         Returns:
@@ -84,6 +85,7 @@ class SavedAverage(TorchAveragedModel):
         Raises:
             RuntimeError: as for any module, or the memory is that of another rule. Nothing was changed then.
         """
+        self._undo_broken_load()
         loading = self._loading = Loading(strict)
         try:
             return super().load_state_dict(state_dict, strict, assign)
@@ -91,6 +93,12 @@ class SavedAverage(TorchAveragedModel):
             loading.undo(self)
             raise
         finally:
+            self._loading = None
+
+    def _undo_broken_load(self) -> None:
+        """Bring back what a load into a module around this one has changed before something in it raised an error."""
+        if self._loading is not None:
+            self._loading.undo(self)
             self._loading = None
 
     def _load_from_state_dict(
@@ -103,7 +111,8 @@ class SavedAverage(TorchAveragedModel):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        if self._loading is None:  # as a part of another module
+        if self._loading is None or self._loading.strict is None:  # as a part of another module
+            self._undo_broken_load()
             self._loading = Loading(None)
         self._loading.begin(self, state_dict, prefix, error_msgs)
         if local_metadata.get("assign_to_params_buffers", False):

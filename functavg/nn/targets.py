@@ -42,8 +42,9 @@ def soft_update(target: Modules, model: Modules, tau: Weight, *, buffers: Buffer
         tau: the step, in [0, 1]: exactly 1 copies, exactly 0 leaves the parameters as they are. A number, or a 0-d
             tensor, whose value is not looked at.
         buffers: what becomes of the buffers, such as the running statistics of BatchNorm. ``"copy"``: the target takes
-            those of the model. ``"average"``: real and complex ones move as parameters do, others are copied.
-            ``"keep"``: the target keeps its own. Default: ``"copy"``.
+            those of the model. ``"average"``: real and complex ones that are persistent move as parameters do, others
+            are copied. (A step from an infinity, as in a mask, to itself is NaN: copy such buffers.) ``"keep"``: the
+            target keeps its own. Default: ``"copy"``.
 
     Raises:
         TypeError: an argument is of another kind, or a parameter cannot be averaged.

@@ -16,6 +16,7 @@ from torch.nn import Module
 from functavg.functional import lerp
 from functavg.nn import pairing
 from functavg.nn.modes import unmerged
+from functavg.nn.resisting import find_device
 from functavg.trees import some
 
 M = TypeVar("M", bound=Module)
@@ -78,18 +79,22 @@ def exchange(
         The model.
 
     Raises:
-        TypeError, ValueError: a value does not fit; nothing was written. At exit: tensors of the model were replaced by
-            others that cannot take what they held; the message names them, and all others were restored. An error of
-            the block stays that error, with a note.
+        TypeError, ValueError: a value does not fit, or the backup would hold no values; nothing was written. At exit:
+            tensors of the model were replaced by others that cannot take what they held; the message names them, and
+            all others were restored. An error of the block stays that error, with a note.
+        RuntimeError: the device is not available.
     """
     pairing.check_module(model, "swapped(model, average)")
+    device = find_device(backup_device)
     with unmerged(model, *source):
         values = read()
         pairing.reshard(model)
         tensors, _ = targets(model, values)
+        if device is not None and device.type == "meta" and not all(tensor.is_meta for tensor in tensors.values()):
+            raise ValueError("backup_device='meta' keeps no values, and the training weights would be lost; pass 'cpu'")
         with torch.inference_mode(False), torch.no_grad():
             before = {
-                name: tensor.detach().clone() if backup_device is None else tensor.detach().to(backup_device, copy=True)
+                name: tensor.detach().clone() if device is None else tensor.detach().to(device, copy=True)
                 for name, tensor in tensors.items()
             }
         write(model, values)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from functavg import EMA, SWA, Every, Several
+from functavg import EMA, LAWA, SWA, Every, Several, SkipNonFinite, from_state_dict, to_state_dict
 from functavg.integrations.averaging import ModelAverage
 from functavg.integrations.requiring import require
 from tests.distributed.processes import Net, everywhere, sharded
-from tests.nn.helpers import alone
+from tests.nn.helpers import alone, bits
 
 
 def tied():
@@ -57,6 +57,17 @@ def test_buffers_that_were_changed_inside_are_there_again_after_a_while_outside(
     assert model.running_mean.item() == 5.0
 
 
+def test_masks_and_caches_are_not_averaged():
+    model = nn.BatchNorm1d(1)
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    model.register_buffer("cache", torch.zeros(2), persistent=False)
+    average = ModelAverage(model, SkipNonFinite(EMA(0.5)), use_buffers=True)
+    for _ in range(2):
+        average.update()
+    assert average.state.count == 2
+    assert average.state.average.keys() == {"weight", "bias", "running_mean", "running_var"}
+
+
 def test_before_the_first_update_nothing_goes_in():
     model = nn.Linear(1, 1)
     average = ModelAverage(model, Every(SWA(), 2))
@@ -85,6 +96,38 @@ def test_parameters_that_are_frozen_later_stay_in_the_average():
     model.bias.requires_grad_(False)
     average.update()
     assert list(average.state.average) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("rule", [EMA(0.5), Several({"a": EMA(0.5), "b": LAWA(2)})], ids=repr)
+@pytest.mark.parametrize("is_trained", [(True, False), (False, True)], ids=["more", "fewer"])
+def test_a_saved_average_goes_on_though_other_tensors_are_trained_where_it_is_loaded(is_trained, rule):
+    def set_trained(model, flag):
+        model[1].requires_grad_(flag)
+
+    def step(value, *averages):
+        for average in averages:
+            for parameter in average.model.parameters():
+                nn.init.constant_(parameter, value)
+            average.update()
+
+    model, other = (nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)) for _ in range(2))
+    set_trained(model, is_trained[0])
+    set_trained(other, is_trained[1])
+    average, loaded = ModelAverage(model, rule), ModelAverage(other, rule)
+    step(1.0, average, loaded)
+    step(2.0, average)
+    saved = to_state_dict(average.state)
+    with pytest.raises(ValueError, match="does not have the structure"):
+        loaded.load(average.keys(), lambda like: from_state_dict(like, {}))
+    assert loaded.state.count == 1
+    loaded.load(average.keys(), lambda like: from_state_dict(like, saved))
+    assert loaded.keys() == average.keys()
+    set_trained(model, True)
+    set_trained(other, True)
+    step(4.0, average, loaded)
+    wanted, got = to_state_dict(average.state), to_state_dict(loaded.state)
+    assert wanted.keys() == got.keys()
+    assert all(bits(wanted[key]) == bits(got[key]) for key in wanted)
 
 
 def test_sharded_parameters_are_refused():

@@ -347,6 +347,28 @@ def test_parameters_that_are_unfrozen_join_the_average_and_are_resumed(tmp_path)
     digits.assert_same(functavg.to_state_dict(resumed.state), functavg.to_state_dict(callback.state))
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_checkpoint_of_fewer_trained_parameters_is_tested_and_resumed(tmp_path):
+    class Unfreezing(DigitsNet):
+        def on_train_epoch_start(self):
+            self.body.requires_grad_(self.current_epoch >= 1)
+
+    callback = AveragingCallback(EMA(0.8))
+    checkpoints = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    trainer = make_trainer(callback, checkpoints, enable_checkpointing=True)
+    model = Unfreezing()
+    model.body.requires_grad_(False)
+    trainer.fit(model)
+    first, whole = tmp_path / "epoch=0.ckpt", functavg.to_state_dict(callback.state)
+    tested = Unfreezing()
+    trainer.test(tested, ckpt_path=first, weights_only=True, verbose=False)
+    assert callback.state.average.keys() == {"head.weight", "head.bias"}
+    resumed = AveragingCallback(EMA(0.8))
+    again = make_trainer(resumed, checkpoints, enable_checkpointing=True)
+    again.fit(Unfreezing(), ckpt_path=first, weights_only=True)
+    digits.assert_same(functavg.to_state_dict(resumed.state), whole)
+
+
 def test_the_trainer_of_the_other_namespace_takes_it_too():
     other = pytest.importorskip("pytorch_lightning")
 
@@ -439,6 +461,20 @@ def test_statistics_are_not_estimated_from_several_loaders():
     trainer = make_trainer(AveragingCallback(SWA(), update_bn=True))
     with pytest.raises(TypeError, match="update_bn=True needs one train dataloader"):
         trainer.fit(Two(), {"a": loader, "b": loader})
+
+
+def test_statistics_of_a_module_without_forward_are_refused_before_training():
+    class NoForward(DigitsNet):
+        forward = lightning.LightningModule.forward
+
+        def training_step(self, batch, index):
+            return torch.nn.functional.cross_entropy(self.head(self.body(batch[0])), batch[1])
+
+    with pytest.raises(TypeError, match="update_bn=True calls NoForward with a batch, and it has no forward"):
+        make_trainer(AveragingCallback(SWA(), update_bn=True), limit_val_batches=0).fit(NoForward())
+    callback = AveragingCallback(SWA(), update_bn=lambda model, batch: model.body(batch[0]))
+    make_trainer(callback, max_epochs=1, limit_val_batches=0).fit(NoForward())
+    assert callback.state.count == 8
 
 
 @pytest.mark.parametrize(

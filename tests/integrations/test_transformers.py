@@ -280,6 +280,40 @@ def test_the_best_model_is_loaded_with_its_average(tmp_path, at_end):
     assert trainer.evaluate()["eval_accuracy"] == accuracy(logits_by_hand(trainer.model, expected))
 
 
+def test_the_best_and_the_resumed_model_may_train_other_parameters(tmp_path):
+    """Where layers are unfrozen on the way, the average of a checkpoint has those of its time."""
+
+    class Unfreezing(TrainerCallback):
+        def set(self, model, flag):
+            model.resnet.requires_grad_(flag)
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.set(kwargs["model"], False)
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            self.set(kwargs["model"], state.global_step >= 1)
+
+    def train(folder, **options):
+        callback, scores = AveragingCallback(EMA(0.5), at_end="training"), iter([0.9, 0.1, 0.2])
+        saving = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+        trainer = make_trainer(folder, Unfreezing(), callback, steps=3, **saving, **options)
+        trainer.compute_metrics = lambda p: {"score": next(scores)}
+        return trainer, callback
+
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "score", "greater_is_better": True}
+    trainer, callback = train(tmp_path / "best", **best)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    assert callback.state.count == 1
+    assert all(name.startswith("classifier") for name in callback.state.average)
+    trainer, whole = train(tmp_path / "whole")
+    trainer.train()
+    trainer, resumed = train(tmp_path / "again")
+    trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert any(name.startswith("resnet") for name in resumed.state.average)
+    digits.assert_same(functavg.to_state_dict(resumed.state), functavg.to_state_dict(whole.state))
+
+
 @pytest.mark.parametrize("at_end", ["average", "training"])
 def test_averaged_weights_are_saved_for_from_pretrained(tmp_path, at_end):
     recorder, callback = Recorder(), AveragingCallback(SWA(), at_end=at_end)

@@ -157,7 +157,8 @@ class Course:
         weights, newest = self.profile(self.steps), oracle.newest(self.steps)
         averaged = set(dict(self.model.named_parameters(remove_duplicate=False)))
         if self.buffers:
-            averaged |= {name for name, buffer in self.model.named_buffers() if buffer.is_floating_point()}
+            real = {name for name, buffer in self.model.named_buffers() if buffer.is_floating_point()}
+            averaged |= real & self.model.state_dict().keys()  # what is not persistent is copied
         return {
             name: oracle.average(weights if name in averaged else newest, [it[name] for it in self.iterates])
             for name in self.iterates[-1]

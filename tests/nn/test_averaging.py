@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 import functavg
 from functavg import EMA, SWA, AveragedModel
-from functavg.combinators import Several
+from functavg.combinators import Several, SkipNonFinite
 from functavg.rules.lawa import LAWA
 from tests import oracle
 from tests.nn.helpers import (
@@ -22,6 +23,7 @@ from tests.nn.helpers import (
     Course,
     Net,
     bits,
+    contents,
     fill,
     randomise,
     scalar,
@@ -49,8 +51,8 @@ def test_buffers_are_averaged_as_parameters_are(name, dtype):
     averaged = AveragedModel(model, use_buffers=True, **arguments)
     course = Course(averaged, model, profile, buffers=True).go(6)
     course.check()
-    assert {"norm.running_mean", "cache"} <= averaged.state.average.keys()
-    assert not {"norm.num_batches_tracked", "ids"} & averaged.state.average.keys()
+    assert {"norm.running_mean", "norm.running_var"} <= averaged.state.average.keys()
+    assert not {"norm.num_batches_tracked", "ids", "cache"} & averaged.state.average.keys()
 
 
 @pytest.mark.parametrize("name", [name for name in WAYS if "vg" not in name and name != "default"])
@@ -243,6 +245,40 @@ def test_integer_and_bool_buffers_take_the_newest_value(name):
     assert (module.unsigned.dtype, module.signed.dtype, module.mask.dtype) == (torch.uint8, torch.int8, torch.bool)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("rule", [EMA(0.9), SWA(), LAWA(2), SkipNonFinite(EMA(0.9))], ids=repr)
+@pytest.mark.parametrize("use_buffers", [True, lambda name, buffer: True], ids=["True", "function"])
+def test_masks_that_hold_an_infinity_are_copied(use_buffers, rule, dtype):
+    model = scalar(0.0)
+    model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1).to(dtype))
+    model.register_buffer("statistic", torch.zeros(()))
+    averaged = AveragedModel(model, rule=rule, use_buffers=use_buffers)
+    for _ in range(3):
+        averaged.update_parameters(model)
+    assert averaged.n_averaged == 3
+    assert bits(averaged.module.mask) == bits(model.mask)
+    assert averaged.state.average.keys() == {"weight", "statistic"}
+    again = copy.deepcopy(averaged)
+    again.update_parameters(model)
+    assert bits(again.module.mask) == bits(model.mask)
+
+
+def test_buffers_that_are_not_persistent_are_copied_so_that_a_resumed_average_has_them():
+    model = scalar(0.0)
+    model.register_buffer("cache", torch.zeros(2), persistent=False)
+    averaged = AveragedModel(model, rule=EMA(0.9), use_buffers=True)
+    for value in range(3):
+        model.cache.fill_(value)
+        averaged.update_parameters(model)
+    resumed = AveragedModel(model, rule=EMA(0.9), use_buffers=True)
+    resumed.load_state_dict(averaged.state_dict())
+    model.cache.fill_(7.0)
+    for course in (averaged, resumed):
+        course.update_parameters(model)
+    assert contents(averaged) == contents(resumed)
+    assert averaged.module.cache.tolist() == [7.0, 7.0]
+
+
 def legacy_spectral_norm(layer):
     return nn.utils.spectral_norm(layer)
 
@@ -382,8 +418,8 @@ def test_use_buffers_may_choose_by_name_and_buffer():
     assert averaged.module.norm.running_mean.tolist() == [0.25] * 3
     assert averaged.module.norm.running_var.tolist() == [1.0] * 3
     assert averaged.module.cache.tolist() == [1.0] * 2
-    assert asked.keys() == {"norm.running_mean", "norm.running_var", "cache"}
-    assert asked["cache"] is model.cache
+    assert asked.keys() == {"norm.running_mean", "norm.running_var"}
+    assert asked["norm.running_mean"] is model.norm.running_mean
 
 
 def test_what_to_average_by_is_read_at_each_update():
@@ -436,8 +472,8 @@ def test_functions_see_real_and_complex_tensors_only_converted_upwards():
     averaged.update_parameters(model)
     real, complex_ = (torch.float32,) * 2, (torch.complex64,) * 2
     assert set(seen) == {(*real, True, False), (*complex_, True, False)}
-    distinct = {id(t) for t in tensors(model).values() if t.is_floating_point() or t.is_complex()}
-    assert len(seen) == len(distinct)
+    saved = model.state_dict(keep_vars=True).values()  # what is not persistent is copied
+    assert len(seen) == len({id(t) for t in saved if t.is_floating_point() or t.is_complex()})
 
 
 def test_functions_of_many_tensors_get_one_dtype_at_a_time():
@@ -623,6 +659,30 @@ def test_an_average_moved_in_inference_mode_keeps_its_precision():
     for _ in range(100):
         averaged.update_parameters(model)
     assert averaged.state.average["weight"].item() == pytest.approx(2 - 0.999**100, rel=1e-5)
+
+
+def assigned(averaged):
+    again = AveragedModel(averaged.module, rule=averaged.rule)
+    again.load_state_dict(copy.deepcopy(averaged.state_dict()), assign=True)
+    return again
+
+
+@pytest.mark.parametrize("rule", [EMA(0.999), LAWA(2), Several({"a": EMA(0.999), "b": SWA()})], ids=repr)
+@pytest.mark.parametrize("way", [copy.deepcopy, assigned], ids=["deepcopy", "assign"])
+def test_a_copy_or_load_in_inference_mode_goes_on_to_the_same_bits(way, rule):
+    model = scalar(1.0, torch.bfloat16)
+    averaged = AveragedModel(model, rule=rule)
+    with torch.inference_mode():
+        early = way(averaged)
+    for course in (averaged, early):
+        for value in (1.0, 2.0, 4.0):
+            fill(model, value)
+            course.update_parameters(model)
+    with torch.inference_mode():
+        late = way(averaged)
+    for course in (averaged, early, late):
+        course.update_parameters(model)
+    assert contents(averaged) == contents(early) == contents(late)
 
 
 def test_a_module_moved_by_hand_in_inference_mode_averages_by_its_rounding():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import types
 import weakref
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from functavg import EMA, AveragedModel
+from functavg import EMA, AveragedModel, swapped
 from functavg.nn.copying import copy_model, overwrite_
 from tests.nn.helpers import (
     Net,
@@ -362,6 +363,93 @@ def test_the_model_is_left_as_it_is():
         AveragedModel(model, device="meta")
     assert {name: id(tensor) for name, tensor in tensors(model).items()} == objects
     assert model.inputs.weight.grad is not None
+
+
+# ---- methods that were replaced
+
+
+class Scaled(nn.Module):
+    """A model with a layer of its own class, and one of torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = scalar(2.0)
+        self.layers = nn.Sequential(scalar(1.0))
+
+    def forward(self, x):
+        return self.layers(self.encode(x))
+
+    def encode(self, x):
+        return self.layer(x)
+
+
+def computed(averaged, model):
+    """Return what an average computes of 1 after an update with all weights 3, which are 100 by then in the model."""
+    fill(model, 3.0)
+    averaged.update_parameters(model)
+    fill(model, 100.0)
+    with torch.no_grad():
+        return averaged(torch.ones(1, 1)).item()
+
+
+def test_an_average_computes_with_its_own_weights_where_another_method_was_compiled():
+    model = Scaled()
+    model.encode = torch.compile(model.encode, backend="eager")
+    model.to = closure(model.to)  # as a launcher replaces it
+    assert computed(AveragedModel(model, rule=EMA(0.75)), model) == 9.0
+
+
+def replace_by_compiled(module):
+    module.forward = torch.compile(module.forward, backend="eager")
+
+
+def replace_by_method(module):
+    def forward(self, x):
+        return type(self).forward(self, x)
+
+    module.forward = types.MethodType(forward, module)
+
+
+def replace_by_partial(module):
+    module.forward = functools.partial(type(module).forward, module)
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method.*deprecated")
+@pytest.mark.parametrize("name", ["", "layer", "layers"])
+@pytest.mark.parametrize("replace", [replace_by_compiled, replace_by_method, replace_by_partial])
+@pytest.mark.parametrize("how", ["copy", "module"])
+def test_an_average_computes_with_its_own_weights_where_a_forward_was_replaced(how, replace, name):
+    model = Scaled()
+    replace(model.get_submodule(name))
+    ready = copy.deepcopy(model) if how == "module" else None
+    averaged = AveragedModel(model, rule=EMA(0.75), module=ready)
+    assert computed(averaged, model) == 9.0
+    assert computed(copy.deepcopy(averaged), model) == 9.0
+
+
+def closure(forward):
+    return lambda x: 1.0 * forward(x)
+
+
+@pytest.mark.parametrize("decorate", [torch.no_grad(), torch.autocast("cpu", torch.bfloat16), closure])
+@pytest.mark.parametrize("name", ["", "layers"])
+def test_a_forward_that_goes_on_to_compute_with_the_model_is_named(name, decorate):
+    model = Scaled()
+    part = model.get_submodule(name)
+    part.forward = decorate(part.forward)
+    message = f"^{name}.?forward of the model stands for a function that computes with the model.*inside swapped"
+    with pytest.warns(UserWarning, match=message):
+        averaged = AveragedModel(model, rule=EMA(0.75))
+    with swapped(model, averaged):
+        pass
+
+
+def test_a_closure_over_the_model_is_named_and_one_over_something_else_is_not():
+    model = Scaled()
+    model.encode = lambda x: 1.0 * model.layer(x)
+    model.activation = lambda x: 2.0 * torch.relu(x)
+    with pytest.warns(UserWarning, match="^encode of the model stands for"):
+        AveragedModel(model, rule=EMA(0.75))
 
 
 def test_an_average_does_not_keep_its_model_alive():

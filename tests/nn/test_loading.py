@@ -431,6 +431,74 @@ def test_a_hook_that_makes_other_tensors_of_low_precision_is_warned_of():
         averaged.state_dict()
 
 
+ALIEN = {
+    "of a wrapped average": lambda averaged, model: {f"module.{k}": v for k, v in averaged.state_dict().items()},
+    "of a wrapped model": lambda averaged, model: {f"module.module.{k}": v for k, v in model.state_dict().items()},
+    "of another model": lambda averaged, model: {"n_averaged": torch.tensor(50), "module.other": torch.ones(1)},
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("rule", [EMA(0.9), LAWA(2)], ids=repr)
+@pytest.mark.parametrize("file", ALIEN)
+def test_a_load_that_finds_no_weight_changes_nothing_and_says_so(file, rule, dtype):
+    """The count of weights that were not loaded is not taken for that of weights that are there by chance."""
+    averaged, model = averaged_net(dtype, rule=rule)
+    new = AveragedModel(model, rule=rule)
+    state_dict = ALIEN[file](averaged, model)
+    for loaded in (averaged, new):
+        message = r"nothing of the state_dict was taken over: it has module\..*, and the average module\..*Rename"
+        with unchanged(loaded), pytest.warns(UserWarning, match=message):
+            loaded.load_state_dict(state_dict, strict=False)
+        around = nn.ModuleDict({"average": loaded})
+        within = {f"average.{name}": value for name, value in state_dict.items()}
+        with unchanged(loaded), pytest.warns(UserWarning, match="it has average.module"):
+            around.load_state_dict(within, strict=False)
+    new.update_parameters(model)
+    assert new.n_averaged == 1
+
+
+GO_ON = {
+    "update": lambda averaged, model, saved: None,
+    "swap": lambda averaged, model, saved: averaged.swapped(model).__enter__(),
+    "load": lambda averaged, model, saved: averaged.load_state_dict(saved),
+    "load around": lambda averaged, model, saved: nn.ModuleDict({"it": averaged}).load_state_dict(
+        {f"it.{name}": value for name, value in saved.items()}
+    ),
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("then", GO_ON)
+@pytest.mark.parametrize("rule", [EMA(0.9), LAWA(2)], ids=repr)
+def test_a_load_around_an_average_that_breaks_off_inside_it_changes_nothing(rule, then, dtype):
+    averaged, model = averaged_net(dtype, rule=rule)
+    spared = copy.deepcopy(averaged)
+    other, _ = averaged_net(dtype, (4, 7), rule=rule)
+    around = nn.ModuleDict({"average": averaged})
+
+    def fail(*args):
+        raise KeyError("a key of an old version")
+
+    handle = averaged.module.hidden.register_load_state_dict_pre_hook(fail)
+    with pytest.raises(KeyError, match="a key of an old version"):
+        around.load_state_dict({f"average.{name}": value for name, value in other.state_dict().items()})
+    handle.remove()
+    GO_ON[then](averaged, model, spared.state_dict())
+    for course in (averaged, spared):
+        course.update_parameters(model)
+    assert contents(averaged) == contents(spared)
+
+
+@DTYPES
+def test_an_average_of_nothing_warns_of_nothing_after_a_load_that_failed(dtype):
+    averaged, model = averaged_net(dtype, (), rule=EMA(0.9))
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        averaged.load_state_dict({**averaged.state_dict(), "module.other": torch.ones(1)})
+    averaged.update_parameters(model)
+    assert averaged.n_averaged == 1
+
+
 # ---- weights loaded by hand into an average of nothing
 
 BY_HAND = {

@@ -330,6 +330,30 @@ def test_a_count_set_by_hand_is_read():
     assert (averaged.module.weight.item(), averaged.n_averaged.item()) == (1.0, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", EVERY_WAY)
+def test_an_average_whose_count_is_set_back_to_0_begins_anew(way, dtype):
+    """Also what its rule remembers, and whatever is read in between."""
+    model = Net().to(dtype)
+    averaged, anew = (AveragedModel(model, use_buffers=True, **EVERY_WAY[way]) for _ in range(2))
+    for seed in range(3):
+        randomise(model, seed)
+        averaged.update_parameters(model)
+    anew.load_state_dict(averaged.state_dict())
+    for reset in (averaged, anew):
+        reset.n_averaged.zero_()
+    assert averaged.state.count == 0
+    averaged = copy.deepcopy(averaged)
+    fresh = AveragedModel(averaged.module, use_buffers=True, **EVERY_WAY[way])
+    for seed in range(4):
+        randomise(model, 7 + seed)
+        for course in (averaged, anew, fresh):
+            course.update_parameters(model)
+    assert contents(averaged) == contents(anew)
+    if dtype == torch.float32:
+        assert contents(averaged) == contents(fresh)
+
+
 def test_moves_that_convert_leave_integers_and_their_dtypes():
     model = Net()
     averaged = AveragedModel(model)
@@ -362,6 +386,20 @@ def test_an_average_converted_and_converted_back_has_lost_nothing():
         averaged.to(dtype)
     assert {name: bits(value) for name, value in averaged.state.average.items()} == before
     assert bits(averaged.module.scale) == before["scale"]
+
+
+@pytest.mark.parametrize("held", [None, torch.float64], ids=str)
+@pytest.mark.parametrize("way", [("bfloat16", "half"), ("bfloat16", "float", "half"), ("double", "bfloat16", "half")])
+def test_a_module_converted_back_holds_the_rounding_of_the_average_and_not_that_of_a_rounding(way, held):
+    model = nn.Linear(9, 9).half()
+    averaged = AveragedModel(model, rule=EMA(0.9), dtype=held)
+    for seed in range(3):
+        randomise(model, seed)
+        averaged.update_parameters(model)
+    before = contents(averaged)
+    for method in way:
+        getattr(averaged, method)()
+    assert contents(averaged) == before
 
 
 def test_the_oracle_sees_a_wrong_average():

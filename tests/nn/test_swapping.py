@@ -300,6 +300,19 @@ def test_the_method_swaps_as_the_function_does_and_may_keep_the_weights_elsewher
         assert bits(model.scale) == bits(averaged.module.scale)
 
 
+@pytest.mark.parametrize(
+    ("device", "error", "message"),
+    [
+        ("meta", ValueError, "backup_device='meta' keeps no values, and the training weights would be lost"),
+        ("gpu", ValueError, "device must be one that torch knows.*got 'gpu'"),
+    ],
+)
+def test_a_backup_that_would_lose_the_training_weights_is_refused(device, error, message):
+    model, averaged = trained()
+    with unchanged(model, averaged), pytest.raises(error, match=message):
+        averaged.swapped(model, backup_device=device).__enter__()
+
+
 def test_a_compiled_average_and_names_as_a_compiled_model_spells_them_are_taken():
     model, averaged = trained()
     compiled = torch.compile(model)

@@ -31,7 +31,8 @@ def test_tensors_are_paired_under_their_names_in_the_order_of_the_model(gaps, us
     pairs = pairing.pair(average, model)
     split_buffers(pairs, use_buffers)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point() and use_buffers}
+    saved = model.state_dict() if use_buffers else {}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()}
     assert pairs.names() == [*parameters, *buffers]
     assert list(map(id, pairs.news)) == list(map(id, (parameters | buffers).values()))
     assert list(map(id, pairs.averages)) == [id(tensors(average)[name]) for name in pairs.names()]
