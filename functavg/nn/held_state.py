@@ -42,7 +42,7 @@ class HeldState:
         self.memory: Any = ()
         self.averages: Any = None  # all averages, with None in the place of the first
         self.keys: tuple[str, ...] = ()  # where the first stands among several
-        self.was_reset = False
+        self.was_reset: bool = False
         self._tied = False
         self._count = 0
         self._known_count = Trusted()
