@@ -21,7 +21,7 @@ def check_number(value: Any, name: str) -> float:
     """Return ``value`` as a host float.
 
     Raises:
-        TypeError: it is no real number.
+        TypeError: it is not a real number.
     """
     if type(value) is float:  # the rest is not for compilers
         return value
@@ -34,7 +34,7 @@ def check_decay(decay: Any, name: str = "decay") -> float:
     """Return ``decay`` as a host float in [0, 1].
 
     Raises:
-        TypeError: it is no real number.
+        TypeError: it is not a real number.
         ValueError: it is out of range or NaN.
     """
     number = check_number(decay, name)
@@ -47,7 +47,7 @@ def check_positive(value: Any, name: str, *, infinite: bool = False) -> float:
     """Return ``value`` as a host float above 0; infinity only where ``infinite`` allows it.
 
     Raises:
-        TypeError: it is no real number.
+        TypeError: it is not a real number.
         ValueError: it is out of range or NaN.
     """
     number = check_number(value, name)
@@ -62,7 +62,7 @@ def check_at_least(value: Any, name: str, least: int) -> float:
     """Return ``value`` as a finite host float of at least ``least``.
 
     Raises:
-        TypeError: it is no real number.
+        TypeError: it is not a real number.
         ValueError: it is out of range or NaN.
     """
     number = check_number(value, name)
@@ -75,7 +75,7 @@ def check_integer(value: Any, name: str, least: int) -> int:
     """Return ``value`` as a host ``int`` of at least ``least``; arguments of rules are never arrays.
 
     Raises:
-        TypeError: it is no integer.
+        TypeError: it is not an integer.
         ValueError: it is too small.
     """
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):

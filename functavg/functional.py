@@ -28,7 +28,7 @@ def lerp(average: T, params: PyTree, weight: Weight, /, *, inplace: bool = False
         The tree after the step, in the dtypes of ``average``.
 
     Raises:
-        TypeError, ValueError: the params do not fit the average, or the weight is no finite number. Nothing was
+        TypeError, ValueError: the params do not fit the average, or the weight is not a finite number. Nothing was
             changed then.
 
     Example:
@@ -53,7 +53,7 @@ def cast_like(tree: T, like: PyTree, /) -> T:
         The tree; a leaf that has the dtype and the device already is the same array, as with ``torch.Tensor.to``.
 
     Raises:
-        TypeError: a leaf is no array of the kind of its counterpart.
+        TypeError: a leaf is not an array of the kind of its counterpart.
         ValueError: the trees differ in structure.
 
     Example:

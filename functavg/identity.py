@@ -15,6 +15,6 @@ def objects(arrays: Sequence[Any]) -> Sequence[Hashable]:
     return arrays if is_compiling() else list(map(id, arrays))
 
 
-def are_shared(arrays: Sequence[Any]) -> bool:
+def are_aliased(arrays: Sequence[Any]) -> bool:
     """Tell whether an array occurs more than once."""
     return len(set(objects(arrays))) != len(arrays)

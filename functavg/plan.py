@@ -24,9 +24,9 @@ from functavg.state import AverageState, Count, PyTree, Weight
 
 @dataclass(eq=False, slots=True)
 class Lerp:
-    """The intention ``old + weight * (new - old)``; ``old`` may be an intention itself, committed before.
+    """The intention ``old + weight * (new - old)``; ``old`` may be an intention itself, which is committed first.
 
-    A tree of torch tensors ``roundings`` takes the result in its own dtypes, in place.
+    ``roundings``, a tree of torch tensors, takes the result in place, in its own dtypes.
     """
 
     old: PyTree | Lerp
@@ -49,7 +49,7 @@ class Apply:
 Intention: tuple[type[Lerp], type[Apply]] = (Lerp, Apply)
 
 _LEAVES = {"torch", "numpy"}
-"""Kernels of arrays that are no containers, as those of the Array API may be."""
+"""Kernels whose arrays are never containers; those of the Array API may be."""
 
 
 def run(plan: PyTree, *, inplace: bool = False) -> PyTree:
@@ -57,7 +57,7 @@ def run(plan: PyTree, *, inplace: bool = False) -> PyTree:
 
     Args:
         plan: any tree with intentions among its leaves, most often an ``AverageState``.
-        inplace: whether the memory of what is old may be reused, where it is mutable.
+        inplace: whether old arrays may be written to, if they are mutable.
 
     Raises:
         TypeError, ValueError: an intention does not fit; nothing was written.
@@ -95,7 +95,7 @@ def check_plan(plan: PyTree, *, inplace: bool = False) -> Callable[[], PyTree]:
 
 
 def _flatten_plan(plan: PyTree) -> tuple[list[Any], Callable[[list[Any]], PyTree]]:
-    """Return the nodes of a plan, intentions among them, and the function that puts a plan of them together."""
+    """Return the nodes of a plan, intentions among them, and the function that rebuilds the plan from nodes."""
     if type(plan) is Lerp:
         return [plan], operator.itemgetter(0)
     is_plain = type(plan) is AverageState and type(plan.memory) is tuple and len(plan.memory) == 0
@@ -112,12 +112,12 @@ class _Job:
     tree: PyTree
     spec: Any
     apply: Apply | None
-    kernel: Any  # None: no single one takes all leaves
+    kernel: Any  # None: the leaves need several
     olds: list[Any]
     steps: list[tuple[list[Any], Weight]]
     roundings: list[Any] | None
     whole: _Job | None = None  # that this one is a part of
-    indices: Sequence[Sequence[int]] = ()  # in the whole, for each leaf those of all its aliases
+    indices: Sequence[Sequence[int]] = ()  # for each leaf those of all its aliases in the whole
     groups: Sequence[Any] = ()  # for each step
     results: Sequence[Any] = ()
 
@@ -125,8 +125,8 @@ class _Job:
         """Return the path of a leaf."""
         return trees.paths(self.spec)[index if self.whole is None else self.indices[index][0]]
 
-    def take(self, leaves: Sequence[Any]) -> None:
-        """Take the leaves after the last step as results."""
+    def keep_results(self, leaves: Sequence[Any]) -> None:
+        """Keep the leaves after the last step; a part gives them to the whole, under each of their aliases."""
         if self.whole is None:
             self.results = leaves
             return
@@ -136,17 +136,17 @@ class _Job:
                 results[index] = leaf
 
     def build_result(self) -> PyTree:
-        """Return the tree after all steps; the old one itself where no leaf is a new object."""
+        """Return the tree after all steps; the old one itself if no leaf is a new object."""
         # Leaf by leaf also where both are one list: torch before 2.11 does not compile `is` between lists.
         if all(map(operator.is_, self.results, self.olds)):
             return self.tree
         return self.spec.unflatten(self.results)
 
     def divide(self, inplace: bool) -> list[_Job]:
-        """Return the parts of this job, with each pair of the same two mutable arrays once.
+        """Return the parts of this job, one for each kernel, with aliased leaves once.
 
         Raises:
-            TypeError: the average holds something that is no array.
+            TypeError: the average holds something that is not an array.
             ValueError: in place, where the average shares one array and the params do not.
         """
         self.results = self.olds
@@ -200,9 +200,9 @@ def _make_job(intention: Lerp | Apply, flattened: list[Any] | None) -> _Job:
 
 
 def _prepare(batch: list[_Job], inplace: bool, *, apart: bool) -> bool:
-    """Check that jobs can take their steps towards the same leaves; tell whether that could be done at one look.
+    """Check that the jobs of a batch can take their steps; return False if they have to be divided for that.
 
-    Those whose leaves are ``apart``, distinct arrays, are looked at leaf by leaf where it takes that.
+    Parts are ``apart``: their leaves are distinct arrays, which can be checked one by one.
 
     Raises:
         TypeError, ValueError: one cannot; the message names the leaf.
@@ -229,7 +229,7 @@ def _commit(batch: list[_Job], inplace: bool) -> None:
     job = batch[0]
     if job.apply is not None:
         apply = job.apply
-        job.take(job.kernel.apply(job.groups[0], apply.count, apply.fn, apply.grouped, inplace, job.name_of))
+        job.keep_results(job.kernel.apply(job.groups[0], apply.count, apply.fn, apply.grouped, inplace, job.name_of))
         return
     results = job.kernel.lerp(job.groups[0], [other.steps[0][1] for other in batch], inplace)
     for (news, weight), groups in zip(job.steps[1:], job.groups[1:], strict=True):
@@ -237,7 +237,7 @@ def _commit(batch: list[_Job], inplace: bool) -> None:
             groups = job.kernel.prepare(results, news, job.name_of, job.roundings)
         results = job.kernel.lerp(groups, [weight], True)
     for other, leaves in zip(batch, results, strict=True):
-        other.take(leaves)
+        other.keep_results(leaves)
 
 
 def _flatten(tree: PyTree, flattened: list[Any] | None) -> tuple[list[Any], Any]:
@@ -260,7 +260,7 @@ def _is_flat(tree: PyTree) -> bool:
 def _unchain(intention: Lerp | Apply) -> tuple[list[tuple[PyTree, Weight]], PyTree]:
     """Return the steps of nested intentions in the order in which they are taken, and what they start from.
 
-    Steps of a host weight of 0 are left out, so that the first step in a chain makes new arrays.
+    Steps with a host weight of 0 are left out, so that the first step in a chain makes new arrays.
     """
     if isinstance(intention, Apply):
         return [(intention.new, 1)], intention.old
@@ -287,7 +287,7 @@ def _batch(jobs: list[_Job]) -> list[list[_Job]]:
 
 
 def check_scalar(value: Any, leaves: Sequence[Any], name: str) -> None:
-    """Raise a TypeError where leaves cannot be computed with a number or 0-d array; ``name`` says which it is."""
+    """Raise a TypeError unless leaves can be computed with a number or 0-d array, which messages call ``name``."""
     if is_host(value) or is_compiling():
         return
     for kind, leaf in dict(zip(map(type, leaves), leaves, strict=True)).items():
@@ -329,7 +329,7 @@ def _refuse(path: str, leaf: Any, reason: str) -> str:
 
 
 def identities(leaves: Sequence[Any]) -> list[Hashable]:
-    """Return what is equal for leaves that are one mutable array in memory, and differs for all others."""
+    """Return a key for each leaf, equal only for leaves that are one mutable array in memory."""
     keys: list[Hashable] = [(index,) for index in range(len(leaves))]
     names = list(map(kernels.kernel_name, leaves))
     for name in dict.fromkeys(names):

@@ -28,7 +28,7 @@ def to_state_dict(state: AverageState[Any], /) -> dict[str, Any]:
         The dict. Its arrays are those of the state, and change with it where it is updated in place.
 
     Raises:
-        TypeError: ``state`` is no AverageState, or a leaf is neither a number nor an array.
+        TypeError: ``state`` is not an AverageState, or a leaf is neither a number nor an array.
         ValueError: two leaves would have one name, as those at ``['a.b']`` and at ``['a']['b']``.
 
     Example:
@@ -58,7 +58,7 @@ def from_state_dict(like: AverageState[T], saved: Mapping[str, Any], /) -> Avera
         The loaded state; it shares no memory with ``like`` and ``saved``.
 
     Raises:
-        TypeError: ``like`` is no AverageState or ``saved`` no dict, or a value is of another type than its leaf.
+        TypeError: ``like`` is not an AverageState or ``saved`` not a dict, or a value is of another type than its leaf.
         ValueError: names are missing or unexpected, or a value has another shape or other shards.
 
     Example:

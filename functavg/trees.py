@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NAMESPACE = "functavg"
 
-# How paths through a node of JAX read, by the class of its keys.
+# How optree spells paths through a node of JAX, by the class of its keys.
 _ENTRIES: dict[str, type[optree.PyTreeEntry]] = {
     "DictKey": optree.MappingEntry,
     "GetAttrKey": optree.GetAttrEntry,
@@ -30,7 +30,7 @@ _ENTRIES: dict[str, type[optree.PyTreeEntry]] = {
 
 @dataclass(eq=False, slots=True)
 class NamedList:
-    """A tree of leaves in one list, whose names are spelled only when somebody asks.
+    """A tree of leaves in one list, whose names are spelled only on request.
 
     Args:
         leaves: the leaves.
@@ -43,7 +43,7 @@ class NamedList:
 
 @dataclass(eq=False, slots=True)
 class FlatSpec:
-    """The structure of a NamedList, or of a dict of leaves in its own order; no leaf is looked at to know it."""
+    """The structure of a NamedList, or of a dict of leaves in its own order, whatever the leaves are."""
 
     spell: Callable[[], Sequence[Any]]
     num_leaves: int
@@ -105,7 +105,7 @@ def register(node: type, flatten_func: Callable[[Any], Any], unflatten_func: Cal
 
 
 def paths(spec: Spec) -> list[str]:
-    """Return where each leaf stands, as the expression that reads it: ``tree['encoder']['weight']``."""
+    """Return the expression that reads each leaf: ``tree['encoder']['weight']``."""
     if isinstance(spec, FlatSpec):
         return [f"tree[{key!r}]" for key in spec.spell()]
     return [accessor.codify("tree") for accessor in optree.treespec_accessors(spec)]
@@ -126,8 +126,8 @@ def names(spec: Spec) -> list[str]:
     return [".".join(map(str, path)) for path in keys(spec)]
 
 
-def beneath(prefix: PyTree, tree: PyTree) -> list[tuple[Any, PyTree]]:
-    """Return each leaf of ``prefix`` with what stands in its place in ``tree``; ValueError where it is no prefix."""
+def pair_prefix(prefix: PyTree, tree: PyTree) -> list[tuple[Any, PyTree]]:
+    """Return each leaf of ``prefix`` with the subtree in its place in ``tree``; ValueError if it is not a prefix."""
     leaves, spec = optree.tree_flatten(prefix, namespace=NAMESPACE)
     return list(zip(leaves, spec.flatten_up_to(tree), strict=True))
 
@@ -136,7 +136,7 @@ def align(old: Spec, new: Spec, leaves: list[Any], old_leaves: Sequence[Any] = (
     """Return the leaves of ``new`` in the order of ``old``, paired by path.
 
     Raises:
-        TypeError: that is because one is no tree, but a module or an iterator; the message says how to make it one.
+        TypeError: one is not a tree but a module or an iterator; the message says how to make it one.
         ValueError: the two do not have the same paths; the message names what is missing and what is unexpected.
     """
     # Compilers of torch before 2.13 cannot compare the structures of optree.
@@ -161,7 +161,7 @@ def align(old: Spec, new: Spec, leaves: list[Any], old_leaves: Sequence[Any] = (
 
 
 def some(names: list[str], most: int = 8) -> str:
-    """Return names for a message, cut where there are many."""
+    """Return names for a message, cut if there are many."""
     shown = ", ".join(names[:most]) or "nothing"
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 

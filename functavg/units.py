@@ -28,7 +28,7 @@ def decay_from_half_life(half_life: float) -> float:
     :func:`half_life_from_decay`.
 
     Raises:
-        TypeError: ``half_life`` is no number.
+        TypeError: ``half_life`` is not a number.
         ValueError: ``half_life`` is not positive.
 
     Example:
@@ -45,7 +45,7 @@ def half_life_from_decay(decay: float) -> float:
     ``h = ln(1/2) / ln d`` with ``d`` the ``decay`` per step in (0, 1]; 1 gives infinity.
 
     Raises:
-        TypeError: ``decay`` is no number.
+        TypeError: ``decay`` is not a number.
         ValueError: ``decay`` is out of range: at 0 nothing is left to halve.
 
     Example:
@@ -63,7 +63,7 @@ def decay_from_span(span: float) -> float:
     ``(s - 1) / 2``. The inverse is :func:`span_from_decay`.
 
     Raises:
-        TypeError: ``span`` is no number.
+        TypeError: ``span`` is not a number.
         ValueError: ``span`` is less than 1 or NaN.
 
     Example:
@@ -86,7 +86,7 @@ def span_from_decay(decay: float) -> float:
     equal weights that would average out noise as well as the EMA does.
 
     Raises:
-        TypeError: ``decay`` is no number.
+        TypeError: ``decay`` is not a number.
         ValueError: ``decay`` is out of range or NaN.
 
     Example:
@@ -107,7 +107,7 @@ def decay_from_time_constant(time_constant: float) -> float:
     :func:`time_constant_from_decay`.
 
     Raises:
-        TypeError: ``time_constant`` is no number.
+        TypeError: ``time_constant`` is not a number.
         ValueError: ``time_constant`` is not positive.
 
     Example:
@@ -124,7 +124,7 @@ def time_constant_from_decay(decay: float) -> float:
     ``tau = -1 / ln d`` with ``d`` the ``decay`` per step in (0, 1]; 1 gives infinity.
 
     Raises:
-        TypeError: ``decay`` is no number.
+        TypeError: ``decay`` is not a number.
         ValueError: ``decay`` is out of range: at 0 nothing is left to fall.
 
     Example:
@@ -146,7 +146,7 @@ def scale_decay(decay: float, factor: float) -> float:
     was meant per update, one in ``k`` steps.
 
     Raises:
-        TypeError: ``decay`` or ``factor`` is no number.
+        TypeError: ``decay`` or ``factor`` is not a number.
         ValueError: ``decay`` is out of range, or ``factor`` is not positive and finite.
 
     Example:
@@ -166,7 +166,7 @@ def sigma_rel_from_gamma(gamma: float) -> float:
     the profile over the length of training. The inverse is :func:`gamma_from_sigma_rel`.
 
     Raises:
-        TypeError: ``gamma`` is no number.
+        TypeError: ``gamma`` is not a number.
         ValueError: ``gamma`` is negative, infinite or NaN.
 
     Example:
@@ -188,7 +188,7 @@ def gamma_from_sigma_rel(sigma_rel: float) -> float:
     ``sigma_rel``, the standard deviation of the profile over the length of training, in (0, 12^(-1/2)].
 
     Raises:
-        TypeError: ``sigma_rel`` is no number.
+        TypeError: ``sigma_rel`` is not a number.
         ValueError: ``sigma_rel`` is out of range.
 
     Example:

@@ -32,7 +32,7 @@ class Every(Gate):
         start: steps to let pass before. Default: 0.
 
     Raises:
-        TypeError: ``rule`` is no rule, or a number is no integer.
+        TypeError: ``rule`` is not a rule, or a number is not an integer.
         ValueError: ``interval`` is less than 1, or ``start`` negative.
 
     Example:

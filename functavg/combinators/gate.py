@@ -29,9 +29,9 @@ class Gate(AveragingRule):
     rule: AveragingRule
 
     @property
-    @abstractmethod
     def least(self) -> int:
-        """The own count before the first update, which is also the least that it can be."""
+        """The own count before the first update, which is also the least that it can be: 0, unless overridden."""
+        return 0
 
     @abstractmethod
     def ask(self, params: PyTree, /, own: Count, steps: Count, on_host: bool) -> tuple[Any, Count, Count]:
@@ -72,7 +72,7 @@ class Gate(AveragingRule):
 
 def _gate_plan(is_open: Any, planned: AverageState[Any], state: AverageState[Any]) -> AverageState[Any]:
     """Return the plan that changes nothing where the gate is closed, which only a device knows."""
-    pairs = trees.beneath(planned.memory, state.memory)
+    pairs = trees.pair_prefix(planned.memory, state.memory)
     memory = iter([_gate_leaf(is_open, new, old) for new, old in pairs])
     return AverageState(
         where(is_open, planned.count, state.count),

@@ -35,7 +35,7 @@ class Partition(Product):
             label at every update.
 
     Raises:
-        TypeError: ``rules`` is no mapping to rules, or one of them has several averages.
+        TypeError: ``rules`` is not a mapping to rules, or one of them has several averages.
         ValueError: ``rules`` is empty. At ``init`` and ``update``: a leaf has no label that is known, or two leaves
             share memory and not their label.
 
@@ -124,7 +124,7 @@ class Partition(Product):
         return _Division(spec, keys, labels)
 
     def _label_above(self, path: tuple[Any, ...]) -> Any:
-        """Return the label at this path of the tree of labels, or above it; None where there is none."""
+        """Return the label at this path of the tree of labels, or above it, None if there is none."""
         above = (path[:end] for end in range(len(path) + 1))
         return next((self._by_path[some] for some in above if some in self._by_path), None)
 

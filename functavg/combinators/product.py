@@ -56,7 +56,7 @@ class Rules(Mapping[Any, AveragingRule]):
     """Rules by key: a mapping that cannot be changed, and so hashes, unlike a dict.
 
     Raises:
-        TypeError: it is no mapping, or a value is no rule.
+        TypeError: it is not a mapping, or a value is not a rule.
         ValueError: it is empty.
     """
 

@@ -25,7 +25,7 @@ class Several(Product):
         rules: ``{name: rule}``, at least one.
 
     Raises:
-        TypeError: ``rules`` is no mapping of strings to rules.
+        TypeError: ``rules`` is not a mapping of strings to rules.
         ValueError: ``rules`` is empty.
 
     Example:

@@ -31,7 +31,7 @@ class SkipNonFinite(Gate):
         rule: the rule to update.
 
     Raises:
-        TypeError: ``rule`` is no rule.
+        TypeError: ``rule`` is not a rule.
 
     Example:
         >>> import functavg, numpy as np
@@ -49,10 +49,6 @@ class SkipNonFinite(Gate):
 
     def __post_init__(self) -> None:
         check_rule(self.rule)
-
-    @property
-    def least(self) -> int:
-        return 0
 
     def ask(self, params: PyTree, /, own: Count, steps: Count, on_host: bool) -> tuple[Any, Count, Count]:
         is_finite = _all_finite(params)

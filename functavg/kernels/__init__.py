@@ -6,11 +6,11 @@ for errors.
 * ``refusal(leaf)``: why a leaf cannot be averaged, or None;
 * ``copy(leaf, dtype, device)``: a new array to start an average from;
 * ``cast(leaf, like)``: a leaf with the dtype and device of another;
-* ``identities(leaves)``: what is equal for leaves that are one array in memory;
+* ``identities(leaves)``: a key for each leaf, equal for leaves that are one array in memory;
 * ``prepare(averages, news, name_of, roundings=None, weights=None, inplace=False, apart=True)``: checks that each of the
   lists ``averages`` can take a step of its weight towards ``news``, and returns them in groups. ``roundings`` are
   tensors that take the first average in their own dtype, after a step in place. Averages that are ``apart`` are
-  distinct arrays, and are checked to be writable where the step is ``inplace``; of others it returns None where it
+  distinct arrays, and are checked to be writable where the step is ``inplace``; of others it returns None if it
   cannot tell at one look that they, and what is read while they are written to, lie apart in memory;
 * ``lerp(groups, weights, inplace)``: the step ``a + w (x - a)`` of each of the averages;
 * ``apply(groups, count, fn, grouped, inplace, name_of)``: a step by a user's function;
@@ -33,12 +33,12 @@ _loaded: dict[str | None, Any] = {}
 
 
 def kernel_name(leaf: Any) -> str | None:
-    """Return the name of the kernel for a leaf, None where it is no array."""
+    """Return the name of the kernel for a leaf, None if it is not an array."""
     return kernel_name_of(type(leaf))
 
 
 def kernel_name_of(kind: type) -> str | None:
-    """Return the name of the kernel for leaves of this class, None where it is no array."""
+    """Return the name of the kernel for leaves of this class, None if they are not arrays."""
     if kind not in _names:
         _names[kind] = _find_kernel(kind)
     return _names[kind]

@@ -47,7 +47,7 @@ def cast(leaf: Any, like: Any) -> Any:
 
 
 def identities(leaves: Sequence[Any]) -> Sequence[Hashable]:
-    """Return what differs for all leaves: no write could tell whether two lie over one memory."""
+    """Return a key for each leaf, all different: nothing is written to, so aliases cannot matter."""
     return range(len(leaves))
 
 
@@ -58,13 +58,13 @@ def prepare(averages: list[list[Any]], news: list[Any], name_of: Callable[[int],
         TypeError, ValueError: a new leaf cannot go into an average; the message names it.
     """
     del options
-    if not _fit(averages, news):
+    if not _all_fit(averages, news):
         news = [_check_leaf([olds[index] for olds in averages], new, index, name_of) for index, new in enumerate(news)]
     return averages, news
 
 
-def _fit(averages: list[list[Any]], news: list[Any]) -> bool:
-    """Tell whether all new leaves are arrays that fit as they are; of thousands, one look at each column is enough."""
+def _all_fit(averages: list[list[Any]], news: list[Any]) -> bool:
+    """Tell whether all new leaves are arrays that fit as they are, by one look at each column, as there may be many."""
     if any(issubclass(kind, _FOREIGN) or not hasattr(kind, "__array_namespace__") for kind in set(map(type, news))):
         return False
     shapes, new_dtypes = [new.shape for new in news], [new.dtype for new in news]
@@ -122,7 +122,7 @@ def apply(
     inplace: bool,
     name_of: Callable[[int], str],
 ) -> list[Any]:
-    """Return the leaves of one average after ``fn(avg, new, count)``; integers and bools take the newest value."""
+    """Return the leaves of an average after ``fn(avg, new, count)``; integers, bools and the first model are copied."""
     del inplace
     if grouped:
         raise TypeError("a grouped function (multi_avg_fn) works on torch tensors only; use AvgFn(fn) for other arrays")

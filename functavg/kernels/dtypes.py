@@ -61,10 +61,10 @@ def bits_of(name: str) -> int:
 
 
 def check_dtype(dtype: Any) -> str | None:
-    """Return the name of the dtype asked for an average, None where none was asked for.
+    """Return the name of the dtype asked for an average, None if none was asked for.
 
     Raises:
-        TypeError: it is no dtype.
+        TypeError: it is not a dtype.
         ValueError: an average cannot be held in it.
     """
     if dtype is None:

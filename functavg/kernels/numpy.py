@@ -47,7 +47,7 @@ def cast(leaf: Any, like: Any) -> Array:
 
 
 def identities(leaves: Sequence[Any]) -> list[Hashable]:
-    """Return what is equal for arrays in one place of memory: two views may be one weight. Numbers are in none."""
+    """Return a key for each leaf, equal for aliased arrays: two views may be one weight."""
     return [
         (_address(leaf), leaf.dtype, leaf.shape, leaf.strides) if _has_memory(leaf) else (index,)
         for index, leaf in enumerate(leaves)
@@ -55,7 +55,7 @@ def identities(leaves: Sequence[Any]) -> list[Hashable]:
 
 
 def _are_disjoint(leaves: Sequence[Any]) -> bool:
-    """Tell whether all lie apart in memory; False also where it cannot be told at once."""
+    """Tell whether all lie apart in memory; False also if one look cannot tell."""
     arrays = list(filter(_has_memory, leaves))
     is_contiguous = all(array.flags.c_contiguous for array in arrays)
     return is_contiguous and memory.are_disjoint(list(map(_address, arrays)), [array.nbytes for array in arrays])
@@ -91,7 +91,7 @@ def prepare(
     inplace: bool = False,
     apart: bool = True,
 ) -> Groups | None:
-    """Return all leaves as arrays; None where they may not lie apart in memory.
+    """Return all leaves as arrays; None if they may not lie apart in memory.
 
     Raises:
         TypeError, ValueError: a new leaf cannot go into an average, or arrays overlap; the message names them.
@@ -146,7 +146,7 @@ def apply(
     inplace: bool,
     name_of: Callable[[int], str],
 ) -> list[Array]:
-    """Return the leaves of one average after ``fn(avg, new, count)``; integers and bools take the newest value."""
+    """Return the leaves of an average after ``fn(avg, new, count)``; integers, bools and the first model are copied."""
     if grouped:
         raise TypeError("a grouped function (multi_avg_fn) works on torch tensors only; use AvgFn(fn) for numpy arrays")
     (olds,), news = groups

@@ -1,4 +1,4 @@
-"""Follows the steps of optimizers, those in the wrappers of launchers too."""
+"""Follows the steps of optimizers, also of those that launchers have wrapped."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Attachment:
 
 
 def attach(update: Callable[[Module], None], optimizer: Optimizer | Iterable[Optimizer], model: Module) -> Attachment:
-    """Call ``update(model)`` after every step of an optimizer, of several when each has stepped since the last update.
+    """Call ``update(model)`` after every step of an optimizer; with several, once each has stepped since the last call.
 
     Args:
         update: the function to call.
-        optimizer: one optimizer or several, in wrappers that are optimizers themselves and hold it in ``optimizer``.
+        optimizer: one optimizer or several, bare or in wrappers that are optimizers and hold it as ``optimizer``.
         model: the model that they train.
 
     Raises:
-        TypeError: the arguments are swapped, or something is no optimizer or has no hooks; nothing was attached.
+        TypeError: the arguments are swapped, or something is not an optimizer or has no hooks; nothing was attached.
     """
     optimizers = {id(found): found for found in map(_unwrap, _list_optimizers(optimizer, model))}
     waiting = set(optimizers)
@@ -78,7 +78,7 @@ def _unwrap(optimizer: Any) -> Optimizer:
     """Return the optimizer that has hooks, inside wrappers such as accelerate's, which have none."""
     outer, seen = optimizer, set[int]()
     while isinstance(optimizer, Optimizer) and id(optimizer) not in seen:
-        # Optimizer.__init__ makes the hooks, and has the step of the class run them. Some wrappers make them only.
+        # Optimizer.__init__ makes the hooks, and wraps the step of the class to run them. Some wrappers only make them.
         if hasattr(optimizer, "_optimizer_step_post_hooks") and getattr(type(optimizer).step, "hooked", False):
             return optimizer
         seen.add(id(optimizer))
@@ -97,7 +97,7 @@ def _unwrap(optimizer: Any) -> Optimizer:
 
 
 def _is_skipped(optimizer: Optimizer) -> bool:
-    """Tell whether the step changed nothing: a fused one is called with the flag of an overflow by a GradScaler."""
+    """Tell whether the step changed nothing: a GradScaler calls a fused one even on overflow, and sets this flag."""
     found_inf = getattr(optimizer, "found_inf", None)  # set around the step, on the device
     return found_inf is not None and bool(found_inf.item())
 

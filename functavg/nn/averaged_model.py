@@ -21,7 +21,7 @@ from functavg.combinators import Every, SkipNonFinite
 from functavg.nn import buffers, pairing
 from functavg.nn.attaching import Attachment, attach
 from functavg.nn.copying import copy_model, overwrite_
-from functavg.nn.functions import rule_of, sort_ways
+from functavg.nn.functions import rule_of, sort_options
 from functavg.nn.held_state import HeldState
 from functavg.nn.modes import unmerged
 from functavg.nn.rebinding import rebind_methods_
@@ -35,7 +35,7 @@ from functavg.rules.swa import SWA
 from functavg.scalars import is_host
 from functavg.state import AverageState, Count
 
-if TYPE_CHECKING:  # so that AveragedModel, without brackets, is one of any module; before Python 3.13 for checkers only
+if TYPE_CHECKING:  # a bare AveragedModel is one of any module; before Python 3.13 only checkers know this default
     import typing_extensions
 
     M_co = typing_extensions.TypeVar("M_co", bound=Module, default=Module, covariant=True)
@@ -65,18 +65,18 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         use_buffers: whether real and complex buffers are averaged too, or ``f(name, buffer) -> bool``. Others are
             copied from the model at each update, and so are always those that are not persistent, and those that hold
             an infinity now, as masks do. Default: ``False``.
-        rule: the rule to average by; one in the place of ``device``, ``avg_fn`` or ``multi_avg_fn`` is taken for it.
+        rule: the rule to average by; it may also be passed as ``device``, ``avg_fn`` or ``multi_avg_fn``.
             Default: ``SWA()``, the equal mean.
         module: a ready copy of the model to hold the average, such as a sharded one; it is overwritten.
         dtype: dtype that the average is held in. Default: that of the parameters, at least float32.
         share: ``share(name, tensor) -> bool`` tells which tensors of the average are the model's own, such as those of
             a frozen base: they take no memory and are not averaged. Where such a tensor is trained all the same, the
-            average follows it. Running statistics, which a forward writes to, are never shared. Default: none, but
-            frozen ones that ``module`` has in common with the model.
+            average follows it. Running statistics, which a forward writes to, are never shared. Default: only frozen
+            ones that ``module`` shares with the model.
 
     Raises:
         AssertionError: more than one of ``avg_fn``, ``multi_avg_fn`` and ``rule`` was given.
-        TypeError: the model cannot be averaged (FSDP1, uninitialised parameters) or copied, or ``rule`` is none.
+        TypeError: the model cannot be averaged (FSDP1, uninitialised parameters) or copied, or ``rule`` is not a rule.
         ValueError: there is no such device, or a shared tensor is on another one.
 
     Example:
@@ -110,7 +110,7 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         share: Share | None = None,
     ) -> None:
         Module.__init__(self)
-        device, avg_fn, multi_avg_fn, rule = sort_ways(device, avg_fn, multi_avg_fn, rule)
+        device, avg_fn, multi_avg_fn, rule = sort_options(device, avg_fn, multi_avg_fn, rule)
         buffers.check_use_buffers(use_buffers)
         self.avg_fn = avg_fn
         self.multi_avg_fn = multi_avg_fn
@@ -123,10 +123,10 @@ class AveragedModel(SavedAverage, Generic[M_co]):
             else:
                 self.module = cast("M_co", overwrite_(module, model, device, share))
             rebind_methods_(self.module, model)
-            self._infinite = buffers.name_infinite(pairing.tensors(self.module))
+            self._infinite = buffers.name_infinite(pairing.named_tensors(self.module))
             if share is not None or module is not None:
                 self._shared = name_shared(self.module, model)
-            self._held.masters.narrow(self._averaged().values())
+            self._held.masters.narrow_(self._averaged().values())
             self.register_buffer("n_averaged", _make_count(device, self.module))
         self._held.init_(self.rule, self._averaged())
         self._hook_saving()
@@ -191,7 +191,7 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         if rounds:
             plan = plan._replace(average=replace(step, roundings=as_tree(pairs.averages, pairs)))
         commit = check_plan(plan, inplace=True)
-        commit_buffers = buffers.check_copies(copies, self._device)
+        commit_buffers = buffers.check_copies(copies, self)
         after = commit()
         commit_buffers()
         for mine, theirs, name in strays:  # what is shared was replaced in the model, or the average was copied
@@ -209,8 +209,8 @@ class AveragedModel(SavedAverage, Generic[M_co]):
     def attach(self, optimizer: Optimizer | Iterable[Optimizer], model: Module) -> Attachment:
         """Average after every step of an optimizer that changed the model.
 
-        Micro-batches of accumulated gradients are no steps, nor are those that a GradScaler skips because of an
-        overflow. (A fused optimizer knows of an overflow on the device only; there the flag is read.)
+        Micro-batches of accumulated gradients are not steps, nor are those that a GradScaler skips because of an
+        overflow. (The flag of a fused optimizer is read from the device.)
 
         Several optimizers that train parts of one model take one step of training together: given as a list, they are
         followed by one update when each has stepped since the last one. (Attached one by one, each of their steps is
@@ -221,10 +221,10 @@ class AveragedModel(SavedAverage, Generic[M_co]):
             model: the model that they train.
 
         Returns:
-            A handle whose ``remove()`` ends it.
+            A handle whose ``remove()`` ends the updates.
 
         Raises:
-            TypeError: the arguments are swapped, or the optimizer is none or has no hooks; nothing was attached.
+            TypeError: the arguments are swapped, or ``optimizer`` is not one or has no hooks; nothing was attached.
 
         Example:
             >>> import functavg, torch
@@ -242,7 +242,7 @@ class AveragedModel(SavedAverage, Generic[M_co]):
     def copy_to(self, model: Module) -> None:
         """Copy the average into a model for good: all parameters and buffers, in the model's dtypes and devices.
 
-        An average of nothing (count 0) changes nothing.
+        Before the first update (count 0) the model stays as it is.
 
         Raises:
             TypeError, ValueError: the model does not have these tensors; nothing was written.
@@ -250,7 +250,7 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         pairing.check_module(model, "copy_to(model)")
         if self._has_average("copy_to"):
             with unmerged(self.module, model):
-                values, theirs = dict(pairing.tensors(self.module)), dict(pairing.tensors(model))
+                values, theirs = dict(pairing.named_tensors(self.module)), dict(pairing.named_tensors(model))
                 shared = {name: values.pop(name) for name in self._shared if name in values}
                 others = {name: tensor for name, tensor in shared.items() if theirs.get(name) is not tensor}
                 write(model, self._held.masters.get_named(values) | others)
@@ -269,7 +269,7 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         return exchange(model, read, backup_device, [self.module])
 
     def _has_average(self, name: str) -> bool:
-        """Tell whether anything was averaged; warn of weights that stand in its place."""
+        """Tell whether anything was averaged; if not, warn of weights that somebody wrote to the module."""
         self._undo_broken_load()
         if self._held.read_count(self.n_averaged) > 0:
             return True
@@ -285,7 +285,7 @@ class AveragedModel(SavedAverage, Generic[M_co]):
             warnings.warn(f"this update replaces the weights of averaged.module: {_LOST}", stacklevel=4)
 
     def _values(self) -> dict[str, Tensor]:
-        """Return the values of the average by name, of the first where there are several; they are not copies."""
+        """Return the values of the average, of the first if there are several, by name; they are not copies."""
         values = self._held.masters.get_named(self._averaged())
         distinct = {id(value): value.detach() for value in values.values()}  # what is tied stays tied
         return {name: distinct[id(value)] for name, value in values.items()}
@@ -296,15 +296,10 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         return _as_dict(pairs.averages, pairs)
 
     def _pair(self, model: Module) -> tuple[pairing.Pairs, buffers.Copies | None, list[Any]]:
-        """Return what is averaged of a model, what is copied, and which shared tensors are other ones by now."""
+        """Return what is averaged of a model, what is copied, and where to share again (see ``Pairs.leave_out``)."""
         pairs = pairing.pair(vars(self)["_modules"]["module"], model)
         strays = pairs.leave_out(self._shared) if self._shared else []
         return pairs, buffers.split_buffers(pairs, self.use_buffers, self._infinite), strays
-
-    def _device(self) -> torch.device | None:
-        """Return the device of the average, None where it is on several."""
-        devices = {tensor.device for tensor in self.module.parameters()}
-        return devices.pop() if len(devices) == 1 else None
 
     # ---- moving, copying
 
@@ -318,10 +313,10 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         return copied
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AveragedModel[M_co]:
-        """Move or convert, as all of ``to``, ``half``, ``cuda`` and ``share_memory`` do.
+        """Move or convert all tensors: ``to``, ``half``, ``cuda`` and ``share_memory`` call this.
 
-        What becomes low precision keeps its value beside it, what becomes wide takes that value back. Shared parameters
-        stay as they are, with a warning where they would change.
+        A tensor that becomes low precision gets a master copy; one that becomes wide takes the value of its own. Shared
+        parameters stay as they are, with a warning if they would change.
         """
         held, tensors = self._held, self._averaged()
         before = {
@@ -345,11 +340,11 @@ class AveragedModel(SavedAverage, Generic[M_co]):
         return self
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> AveragedModel[M_co]:
-        """Move without copying values; nothing is averaged then, and the count is 0."""
+        """Move without copying values, and start again from count 0."""
         super().to_empty(device=device, recurse=recurse)
         self._held = HeldState(self._held.masters.dtype)
         self._held.init_(self.rule, self._averaged())
-        self._held.mark_start(())  # whatever is written there now is better than nothing
+        self._held.mark_start(())  # no values, so none that an update could lose
         self.n_averaged = self._held.write_count(self.n_averaged, 0)
         return self
 
@@ -357,13 +352,13 @@ class AveragedModel(SavedAverage, Generic[M_co]):
 def _make_count(device: Any, module: Module) -> Tensor:
     """Return a count of 0, on the CPU where the default device is meta and the module has values."""
     count = torch.tensor(0, dtype=torch.int64, device=device)
-    if device is None and count.is_meta and not all(tensor.is_meta for _, tensor in pairing.tensors(module)):
+    if device is None and count.is_meta and not all(tensor.is_meta for _, tensor in pairing.named_tensors(module)):
         return torch.tensor(0, dtype=torch.int64, device="cpu")
     return count
 
 
 def _is_blind_to_names(rule: AveragingRule) -> bool:
-    """Tell whether a rule plans the same whatever the tensors are called, and keeps none of them in its memory."""
+    """Tell whether a rule plans the same whatever the names of the tensors, and keeps none of them in its memory."""
     while type(rule) in (Every, SkipNonFinite):
         rule = rule.rule  # type: ignore[attr-defined]
     return type(rule).plan in (WeightRule.plan, AvgFn.plan)

@@ -44,15 +44,15 @@ def update_bn(
     summed up in float32 at least. So a sample weighs the same in a short last batch as in any other. An InstanceNorm
     with ``track_running_stats=True`` gets the mean over all samples of the mean and variance of each.
 
-    * Heirs of these classes, and of their base ``_NormBase``, are estimated too if their forward updates the statistics
-      with ``momentum``; those whose forward leaves the statistics alone keep them.
+    * Subclasses of these, and of their base ``_NormBase``, are estimated too if their forward updates the statistics
+      with ``momentum``; those whose forward leaves them alone keep them.
     * A module of another class with running statistics (buffers such as ``running_mean``) is left to its own forward,
       and named in a warning if that has changed them.
-    * Of a module of TorchScript nothing can be estimated; that is an error.
+    * The statistics of a TorchScript module cannot be estimated; that is an error.
 
     If the model inside all wrappers is in eval mode, every sub-module trains for the pass. If it is in training mode,
     its sub-modules in eval mode are frozen and keep their statistics; so does a norm that sees no data. Afterwards
-    every sub-module has its mode and momentum again, and after an error the statistics from before. Code under
+    every sub-module has its own mode and momentum again; after an error, its old statistics too. Code under
     ``torch.compile`` runs eagerly in the pass and does not recompile because of it.
 
     Where ``torch.distributed`` connects several ranks, each has to call this, with its part of the data: the sums go
@@ -64,14 +64,14 @@ def update_bn(
         loader: the batches, read once. The model is called with a tensor as it is, with the first element of a list or
             tuple, and with the items of a mapping as keyword arguments.
         model: the model, bare or in wrappers such as an AveragedModel.
-        device: where to move the tensors of each batch, in nested containers too. Default: nowhere.
-        forward: called as ``forward(model, batch)``, with the whole batch, instead of all this. Default: ``None``.
+        device: where to move the tensors of each batch, in nested containers too. Default: they stay.
+        forward: called as ``forward(model, batch)`` with the whole batch, instead of the model. Default: ``None``.
         progress: ``True`` for a bar (needs rich), or a function ``progress(done, total)`` of batches, called at most
             about a thousand times; ``total`` is None for a loader without a length. Default: ``False``.
 
     Raises:
-        TypeError: ``model`` is no module, or has scripted norms that are not frozen; or ``progress`` is neither a bool
-            nor callable.
+        TypeError: ``model`` is not a module, or has scripted norms that are not frozen; or ``progress`` is neither a
+            bool nor callable.
         ValueError: the loader is empty, on all ranks; or the ranks do not estimate the same BatchNorms.
         RuntimeError: there was an error on another rank.
         ImportError: a bar is asked for, and rich is not installed.
@@ -91,7 +91,7 @@ def update_bn(
     if not norms:
         return
     with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # nothing is compiled without it, and it takes long to import
+        if "torch._dynamo" in sys.modules:  # without it nothing is compiled; it takes long to import
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_training(model))
         stack.enter_context(ranks.without_broadcasts(model))
@@ -107,7 +107,7 @@ def update_bn(
                 run_model(model, batch, device, forward)
                 empty = False
         except Exception:
-            if ranks.are_several():  # which wait to hear of it
+            if ranks.are_several():  # the others wait to hear of it
                 ranks.agree([], device_of_norms, has_data=False, failed=True)
             raise
         if ranks.are_several():
@@ -121,7 +121,7 @@ def update_bn(
         warnings.warn(
             f"update_bn cannot estimate the statistics of {some([f'{n} ({kind})' for n, kind in changed.items()])}, "
             "which are no norms of torch. The pass has changed them as steps of training do, from what they were. "
-            "Estimate them by yourself, or derive the class from torch.nn.BatchNorm1d or the like: of its heirs, "
+            "Estimate them by yourself, or derive the class from torch.nn.BatchNorm1d or the like: of its subclasses, "
             "update_bn sets the momentum to 1 and averages the statistics of the batches",
             stacklevel=3,
         )
@@ -132,7 +132,7 @@ def update_bn(
 
 @contextmanager
 def _training(model: Module) -> Iterator[None]:
-    """Put a model that is in eval mode into training mode, and each sub-module back into its own after."""
+    """Put a model into training mode if it is in eval mode; after the block, give each sub-module its old mode."""
     modes = {module: module.training for module in model.modules()}
     try:
         if not _innermost(model).training:

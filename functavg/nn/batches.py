@@ -1,4 +1,4 @@
-"""Runs a model on the batches of a loader, whatever these are."""
+"""Runs a model on the batches of a loader, of whatever kind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def run_model(model: Module, batch: Any, device: Any, forward: Callable[[Any, An
     Args:
         model: the model.
         batch: a mapping of keyword arguments, a list or tuple whose first element is the argument, or the argument.
-        device: where to move the tensors of the batch; ``None``: nowhere.
+        device: where to move the tensors of the batch; ``None`` leaves them where they are.
         forward: called as ``forward(model, batch)`` instead, unless it is ``None``.
     """
     if forward is not None:
@@ -29,7 +29,7 @@ def run_model(model: Module, batch: Any, device: Any, forward: Callable[[Any, An
 
 
 def move_batch(batch: Any, device: Any) -> Any:
-    """Return a batch with the tensors in it, at any depth, on a device; the same batch where that is None."""
+    """Return a batch with its tensors, at any depth, moved to a device; the batch itself if that is None."""
     if device is None:
         return batch
     if callable(getattr(batch, "to", None)):  # a tensor, or a container that knows which of its tensors may move

@@ -29,7 +29,7 @@ _facts = operator.attrgetter("shape", "dtype", "device", "layout")
 
 @dataclass
 class Copies:
-    """Buffers to copy: into those that the average has, and in place of those that do not fit or are not there."""
+    """Buffers to copy into those of the average, and those to put in the place of misfits and missing ones."""
 
     averages: list[Tensor] = field(default_factory=list)
     news: list[Tensor] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Copies:
 
 
 def check_use_buffers(use_buffers: Any) -> None:
-    """Raise a TypeError where a rule stands in the place of ``use_buffers``, which takes any value for a truth."""
+    """Raise a TypeError for a rule passed as ``use_buffers``, where it would count as True."""
     if isinstance(use_buffers, AveragingRule) or is_rule_class(use_buffers):
         raise TypeError(
             f"use_buffers must be a bool or a function f(name, buffer), got {use_buffers!r}; pass it as rule="
@@ -59,7 +59,7 @@ def _is_infinite(buffer: Tensor) -> bool:
 
 
 def split_buffers(pairs: Pairs, use_buffers: UseBuffers, never: Collection[str] = ()) -> Copies | None:
-    """Move the buffers that are averaged to the averages of ``pairs``; return the others, None where there are none.
+    """Add the buffers to average to ``pairs.averages``; return the others, which are copied, None if there are none.
 
     Args:
         pairs: the tensors of an average and a model.
@@ -68,69 +68,65 @@ def split_buffers(pairs: Pairs, use_buffers: UseBuffers, never: Collection[str] 
     """
     if not pairs.new_buffers:
         return None
-    if not use_buffers and _fit(pairs):
+    if not use_buffers and _can_copy_all(pairs):
         return Copies(pairs.buffers, pairs.new_buffers, spell=lambda: [name for name, _, _ in pairs.buffer_owners()])
-    copies = Copies()
-    averaged = []
     names: list[str] = []
-    copies.spell = lambda: names
+    copies = Copies(spell=lambda: names)
+    averaged = []
     takers: dict[int, Tensor] = {}
     parameters = dict(zip(map(id, pairs.averages), pairs.news, strict=True))
     columns = zip(pairs.buffer_owners(), pairs.buffers, pairs.new_buffers, strict=True)
     for index, ((path, average, model), old, new) in enumerate(columns):
         name = path.rpartition(".")[2]
-        if old is None or old is ABSENT or new is None:
-            if old is not new:
+        if old is None or old is ABSENT or new is None or id(old) in parameters:
+            if parameters.get(id(old), old) is not new:  # one that is tied to a parameter follows it
                 copies.replaced.append((name, average, model))
-        elif id(old) in parameters:  # it follows the parameter that it is
-            if parameters[id(old)] is not new:
-                copies.replaced.append((name, average, model))
-        elif use_buffers and _may_be_averaged(path, model, new, never) and _is_wanted(use_buffers, path, new):
+        elif (
+            use_buffers
+            and path not in never
+            and is_averageable(name, model, new)
+            and (not callable(use_buffers) or use_buffers(path, new))
+        ):
             averaged.append(index)
-        elif not _can_take(old, new) or takers.setdefault(id(old), new) is not new:  # tied, and parted in the model
+        elif not _can_take(old, new) or takers.setdefault(id(old), new) is not new:  # tied in the average only
             copies.replaced.append((name, average, model))
         else:
             copies.averages.append(old)
             copies.news.append(new)
             names.append(path)
-    pairs.average_buffers(averaged)
+    pairs.add_buffers(averaged)
     return copies
 
 
-def check_copies(copies: Copies | None, find_device: Callable[[], torch.device | None]) -> Callable[[], None]:
+def check_copies(copies: Copies | None, module: Module) -> Callable[[], None]:
     """Check that buffers can be copied; return the function that does it.
 
     Args:
         copies: what ``split_buffers`` returned.
-        find_device: returns the device of the average, for buffers that it did not have; ``None``: where the model's
-            are.
+        module: the average. Buffers that it lacks come to its device, or to that of the model where it is on several.
 
     Raises:
         TypeError: a buffer has no values to copy yet; the message names it.
     """
     if copies is None:
         return lambda: None
-    replacements = [_make_replacement(*replaced, find_device) for replaced in copies.replaced]
-    steps = []
+    actions: list[Callable[[], object]] = [_make_replacement(*replaced, module) for replaced in copies.replaced]
     if copies.averages:
         averages, news = NamedList(copies.averages, copies.spell), NamedList(copies.news, copies.spell)
-        steps.append(check_plan(Lerp(averages, news, 1.0), inplace=True))
+        actions.insert(0, check_plan(Lerp(averages, news, 1.0), inplace=True))
 
     def commit() -> None:
-        for step in steps:
-            step()
-        for replace_ in replacements:
-            replace_()
+        for act in actions:
+            act()
 
     return commit
 
 
-def _make_replacement(
-    name: str, average: Module, model: Module, find_device: Callable[[], torch.device | None]
-) -> Callable[[], None]:
-    """Return the function that gives a module of the average a copy of a buffer, in the place of what had its name."""
+def _make_replacement(name: str, average: Module, model: Module, module: Module) -> Callable[[], None]:
+    """Return the function that replaces a buffer of the average by a copy of the model's."""
     old, new = average._buffers.get(name), model._buffers[name]
-    device = find_device() if old is None else old.device
+    devices = {tensor.device for tensor in module.parameters()} if old is None else {old.device}
+    device = devices.pop() if len(devices) == 1 else None
     if new is not None and is_lazy(new):
         raise TypeError(f"the model's buffer {name} is uninitialised (lazy); run one forward pass first")
     if new is not None and new.is_meta and device is not None and device.type != "meta":
@@ -139,14 +135,14 @@ def _make_replacement(
         buffer = None if new is None else new.detach().clone().to(device)
 
     def replace_() -> None:
-        vars(average).pop(name, None)  # an attribute before it was a buffer
+        vars(average).pop(name, None)  # it may have been a plain attribute
         average.register_buffer(name, buffer, persistent=name not in model._non_persistent_buffers_set)
 
     return replace_
 
 
-def _fit(pairs: Pairs) -> bool:
-    """Tell, faster than one by one, whether all buffers can be copied into those that the average has."""
+def _can_copy_all(pairs: Pairs) -> bool:
+    """Tell at one look whether every buffer can be copied into that of the average; False also for rare kinds."""
     olds, news = pairs.buffers, pairs.new_buffers
     if not {*map(type, olds), *map(type, news)} <= PLAIN:
         return False
@@ -169,11 +165,3 @@ def _can_take(old: Tensor, new: Tensor) -> bool:
     if refusal(old) is not None or refusal(new) is not None or (new.is_meta and not old.is_meta):
         return False
     return old.shape == new.shape and torch.can_cast(new.dtype, old.dtype)
-
-
-def _may_be_averaged(path: str, module: Module, buffer: Tensor, never: Collection[str]) -> bool:
-    return is_averageable(path.rpartition(".")[2], module, buffer) and path not in never
-
-
-def _is_wanted(use_buffers: UseBuffers, path: str, buffer: Any) -> bool:
-    return bool(use_buffers(path, buffer)) if callable(use_buffers) else use_buffers

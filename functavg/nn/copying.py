@@ -1,4 +1,4 @@
-"""Copies a model, or its values into a ready copy, to start an average from; not the world that hangs on it."""
+"""Copies a model, or its values into a ready copy, to start an average from."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from functavg.kernels.torch.groups import is_partitioned
-from functavg.kernels.torch.memory import identities
+from functavg.kernels.torch.memory import identities, is_expanded
 from functavg.nn.modes import unmerged
-from functavg.nn.pairing import is_sharded, tensors, unwrap
+from functavg.nn.pairing import is_fully_sharded, named_tensors, unwrap
 from functavg.nn.resisting import find_device, find_resisting, is_out_of_memory
 from functavg.nn.sharing import Share, check_device, find_shared, hidden
 from functavg.nn.writing import write
@@ -32,27 +32,27 @@ def copy_model(model: Module, device: Any = None, share: Share | None = None) ->
         model: the model.
         device: where the copy goes, tensor by tensor. Default: where the model is.
         share: ``share(name, tensor)`` tells which tensors the copy shares with the model instead, such as those of a
-            frozen base: they are the same objects in both, under each of their names, and so is what hangs on them (the
-            state of a quantisation). Names are those of ``named_parameters`` and ``named_buffers``, without those of
+            frozen base: they are the same objects in both, under each of their names, and so are their attributes (such
+            as a quantisation state). Names are those of ``named_parameters`` and ``named_buffers``, without those of
             wrappers. Default: none.
 
     Raises:
         ValueError: there is no such device, or a shared tensor is on another one.
         RuntimeError: the device is not available. Where memory runs out, the error is that of the allocator.
-        TypeError: a parameter is not initialised yet or not here, the model is sharded by FSDP2, or a module cannot be
-            copied; the message names it.
+        TypeError: a parameter is uninitialised or partitioned away, the model is sharded by FSDP2, or a module cannot
+            be copied; the message names it.
     """
     if not isinstance(model, Module):
         raise TypeError(f"model must be the torch.nn.Module to average, got {type(model).__name__}")
     target = find_device(device)
     model = unwrap(model)
-    if any(map(is_sharded, model.modules())):
+    if any(map(is_fully_sharded, model.modules())):
         raise TypeError(
             "cannot copy what fully_shard has sharded; pass a ready copy of the model, sharded alike, as module="
         )
     shared = find_shared(model, share)
     check_device(model, target, shared)
-    for name, tensor in tensors(model):
+    for name, tensor in named_tensors(model):
         if id(tensor) not in shared:
             _check_copyable(name, tensor)
     with torch.inference_mode(False), torch.no_grad(), _PlainCopies(target) as copies:
@@ -70,7 +70,7 @@ def copy_model(model: Module, device: Any = None, share: Share | None = None) ->
                 "as module="
             ) from error
     _separate_parametrizations(copied)
-    if device is not None:  # where its tensors are by now, but there may be more to a module
+    if device is not None:  # its tensors are there already, but a module may hold more
         with hidden(copied, shared):
             copied = copied.to(target)
     return copied
@@ -87,13 +87,13 @@ def _check_copyable(name: str, tensor: Tensor) -> None:
 
 
 def _make_memo(shared: dict[int, Tensor]) -> dict[int, Any]:
-    """Return a memo for deepcopy in which shared tensors, and what hangs on them, stand for themselves."""
+    """Return a memo with which deepcopy keeps shared tensors and their attributes instead of copying them."""
     attached = [value for tensor in shared.values() for value in vars(tensor).values() if not isinstance(value, Module)]
     return {id(value): value for value in attached} | shared
 
 
 def _copy_wrapped(model: Module, memo: dict[int, Any]) -> None:
-    """Let each wrapper inside a model stand for a copy of what it wraps, in a memo for deepcopy."""
+    """Add to a memo what makes deepcopy replace each wrapper inside a model by a copy of what it wraps."""
     for module in reversed(list(model.modules())):  # the innermost first
         inner = unwrap(module)
         if inner is not module:
@@ -103,8 +103,8 @@ def _copy_wrapped(model: Module, memo: dict[int, Any]) -> None:
 def _separate_parametrizations(module: Module) -> None:
     """Give parametrized parts of a copy classes of their own.
 
-    What ``parametrize.cached()`` keeps is told apart by the class of a module, which a deep copy has in common with the
-    original: the copy would compute with its weights.
+    ``parametrize.cached()`` keeps tensors under the module that a class was made for. A deep copy has the class of the
+    original, and would compute with its weights.
     """
     parametrize: Any = sys.modules.get("torch.nn.utils.parametrize")
     for part in module.modules() if parametrize is not None else ():
@@ -118,23 +118,23 @@ def _separate_parametrizations(module: Module) -> None:
 
 
 def overwrite_(module: Module, model: Module, device: Any = None, share: Share | None = None) -> Module:
-    """Give a ready copy of a model the model's values; return it without its wrappers.
+    """Copy the values of a model into a ready copy; return the copy without its wrappers.
 
     Args:
-        module: the copy. Tensors that require no gradient, and those that ``share`` tells, may be those of the model
+        module: the copy. Tensors that require no gradient, and those that ``share`` selects, may be those of the model
             under the same name; they are left alone.
         model: the model.
         device: where the copy goes. Default: where it is.
         share: as for ``copy_model``. Default: none.
 
     Raises:
-        TypeError, ValueError: it is no copy of the model, or shares other memory with it, or what it shares is not on
-            the device; nothing was written.
+        TypeError, ValueError: ``module`` is not a copy of the model, or shares other memory with it, or shares tensors
+            that are not on the device; nothing was written.
         RuntimeError: the device is not available.
     """
     if not isinstance(module, Module):
         raise TypeError(f"module= must be a ready copy of the model, a torch.nn.Module, got {type(module).__name__}")
-    mine, theirs = dict(tensors(module)), dict(tensors(model))
+    mine, theirs = dict(named_tensors(module)), dict(named_tensors(model))
     marks = list(identities([*mine.values(), *theirs.values()]))
     taken = set(marks[len(mine) :])
     shared = {
@@ -151,7 +151,7 @@ def overwrite_(module: Module, model: Module, device: Any = None, share: Share |
     target, own = find_device(device), {id(mine[name]) for name in shared}
     check_device(module, target, own)
     with unmerged(module, model):
-        write(module, {name: tensor for name, tensor in tensors(model) if name not in shared})
+        write(module, {name: tensor for name, tensor in named_tensors(model) if name not in shared})
     module = _unwrap_parts(module, set(model.modules()))
     if device is None:
         return module
@@ -160,7 +160,7 @@ def overwrite_(module: Module, model: Module, device: Any = None, share: Share |
 
 
 def _unwrap_parts(module: Module, others: set[Module]) -> Module:
-    """Return a module without its wrappers, and take off those inside it, but not inside other modules."""
+    """Return a module without its wrappers, after removing those inside it, but not inside ``others``."""
     for part in set(module.modules()) - others:
         for name, child in part._modules.items():
             if child is not None:
@@ -169,16 +169,16 @@ def _unwrap_parts(module: Module, others: set[Module]) -> Module:
 
 
 def _unwrap_unless_sharded(module: Module) -> Module:
-    return module if is_sharded(module) else unwrap(module)  # the hooks of a sharded wrapper gather what it holds
+    return module if is_fully_sharded(module) else unwrap(module)  # the hooks of a sharded wrapper gather what it holds
 
 
 class _PlainCopies(TorchFunctionMode):
-    """Makes copies of tensors plain ones.
+    """Copies tensors without their graphs, gradients, expansion and shared memory.
 
-    What a module has cached (the weight of a legacy weight_norm, an activation of its last forward) is part of a graph,
-    which a deep copy refuses; a gradient is not wanted, an expanded buffer cannot be written to, and of two buffers
-    over one memory each would be averaged by the updates of both. On their way to another device they make no stop:
-    the device of the model need not have room for a second one.
+    A deep copy refuses tensors that are part of a graph, as a module may cache (the weight of a legacy weight_norm, an
+    activation of the last forward). An expanded buffer cannot be written to, and of two buffers over one memory each
+    would be averaged by the updates of both. Copies go straight to their device: that of the model need not have room
+    for a second one.
     """
 
     def __init__(self, device: Any) -> None:
@@ -195,7 +195,7 @@ class _PlainCopies(TorchFunctionMode):
                 self._device is not None
                 or not tensor.is_leaf
                 or tensor.grad is not None
-                or _is_expanded(tensor)
+                or is_expanded(tensor)
                 or self._is_view(tensor)
             ):
                 plain = self._cloned(tensor.detach())
@@ -203,7 +203,7 @@ class _PlainCopies(TorchFunctionMode):
                 return memo[id(tensor)]
             try:
                 return func(*args, **(kwargs or {}))
-            except RuntimeError as error:  # of a subclass that has no copying of its own; a clone may do
+            except RuntimeError as error:  # from a subclass without a copy of its own; a clone may do
                 if is_out_of_memory(error):
                     raise
                 plain = self._cloned(tensor.detach())
@@ -212,7 +212,7 @@ class _PlainCopies(TorchFunctionMode):
                 vars(plain).update(copy.deepcopy(vars(tensor), memo))
                 memo[id(tensor)] = plain.requires_grad_(tensor.requires_grad)
                 return plain
-        if func is Tensor.clone:  # as the copy of a Parameter does
+        if func is Tensor.clone:  # which copying a Parameter calls
             return self._cloned(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -230,9 +230,3 @@ class _PlainCopies(TorchFunctionMode):
         known = tensor.untyped_storage() in self._memories
         self._memories.add(tensor.untyped_storage())
         return known
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )

@@ -30,20 +30,20 @@ class Estimate:
     """The statistics of what one norm has seen in the pass."""
 
     norm: _NormBase
-    start: dict[str, Tensor] | None = None  # to tell whether its forward writes them; None: it is known to
+    start: dict[str, Tensor] | None = None  # the statistics until its forward changes them; None: it is known to
     count: int = 0  # elements per channel; of an InstanceNorm, samples
     averages: dict[str, Tensor] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)  # replicas of DataParallel run in threads
 
     def add(self, seen: _NormBase, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        """Average in the statistics that a norm, or a replica of it, has of the batch it was called with."""
+        """Average in the statistics of the batch that the norm, or a replica of it, was just called with."""
         del output
         if not seen.training or not self._writes(seen):
             return
         size = _count(seen, (*args, *kwargs.values()))
         if size == 0:
             for name in STATISTICS:
-                getattr(seen, name).nan_to_num_()  # the mean of nothing would stay, even at a momentum of 1
+                getattr(seen, name).nan_to_num_()  # the NaN of no elements would stay, even at a momentum of 1
             return
         with self.lock:
             self.count += size
@@ -62,17 +62,17 @@ class Estimate:
             self.start = None
         return True
 
-    def sum_parts(self) -> list[Tensor]:
-        """Return what adds up over ranks: the counts of elements and batches, and the statistics by elements."""
+    def get_summands(self) -> list[Tensor]:
+        """Return what to sum over ranks: the counts of elements and batches, and the statistics times elements."""
         counter = self.norm._buffers.get(_COUNTER)
         batches = 0.0 if counter is None else counter.item()
-        if isinstance(self.norm, SyncBatchNorm):  # a batch of it is counted on each rank of its group
+        if isinstance(self.norm, SyncBatchNorm):  # each rank of its group counts the same batch
             batches /= distributed.get_world_size(self.norm.process_group)
         statistics = [self.averages.get(name, getattr(self.norm, name)).double() * self.count for name in STATISTICS]
         return [torch.tensor([self.count, batches], dtype=torch.float64, device="cpu"), *statistics]
 
     def take_sums(self, counts: Tensor, *sums: Tensor) -> None:
-        """Take the sums over all ranks for its own."""
+        """Replace the statistics of this rank by those of all ranks."""
         self.count, batches = map(round, counts.tolist())
         if self.count > 0:
             self.averages = {name: total / self.count for name, total in zip(STATISTICS, sums, strict=True)}
@@ -81,11 +81,11 @@ class Estimate:
 
 @contextmanager
 def estimate_statistics(norm: _NormBase) -> Iterator[Estimate]:
-    """Give a norm the statistics of what it sees inside; on an error, or where it sees nothing, those it had.
+    """Give a norm the statistics of the data inside the block; after an error, or without data, those it had.
 
     With a momentum of 1 the running statistics are those of the newest batch, which a hook averages: summed up in 16
-    bits they would stop moving after some hundred batches. They stand in tensors beside its own, so that nothing is
-    written to these before all went well.
+    bits they would stop moving after some hundred batches. Other tensors replace those of the norm meanwhile, which
+    are written to only when all went well.
     """
     names = [name for name in (*STATISTICS, _COUNTER) if norm._buffers.get(name) is not None]
     own = {name: getattr(norm, name) for name in names}
@@ -119,7 +119,7 @@ def estimate_statistics(norm: _NormBase) -> Iterator[Estimate]:
 def _make_starts(norm: _NormBase, own: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the buffers that the pass starts from: those of a new norm.
 
-    A forward of its own may compute with the statistics, as that of a frozen norm does, so it starts from those there.
+    A custom forward may compute with the statistics, as that of a frozen norm does, so it starts from the old ones.
     """
     there = {name: tensor for name, tensor in own.items() if not is_lazy(tensor)}
     starts = {name: torch.full_like(tensor, float(name == "running_var")) for name, tensor in there.items()}
@@ -134,7 +134,7 @@ def _is_of_torch(norm: _NormBase) -> bool:
 
 
 def _count(norm: _NormBase, inputs: tuple[Any, ...]) -> int:
-    """Return what the input of a norm weighs: its elements per channel, or samples; 1 where it is no tensor."""
+    """Return the weight of the input of a norm: its elements per channel, or samples; 1 if it is not a tensor."""
     for data in inputs:
         if isinstance(data, Tensor):
             if isinstance(norm, _InstanceNorm):  # the mean of the statistics of its samples
@@ -145,7 +145,7 @@ def _count(norm: _NormBase, inputs: tuple[Any, ...]) -> int:
 
 
 def combine_(estimates: Mapping[str, Estimate], device: torch.device, *, has_data: bool) -> bool:
-    """Let every estimate be that of the data of all ranks; tell whether there are any.
+    """Combine the estimates of all ranks; tell whether any rank has data.
 
     Raises:
         RuntimeError, ValueError: another rank failed, or estimates other norms.
@@ -156,7 +156,7 @@ def combine_(estimates: Mapping[str, Estimate], device: torch.device, *, has_dat
     layout = [f"{name} of {estimate.norm.num_features} channels" for name, estimate in known.items()]
     any_data = ranks.agree(layout, device, has_data=has_data)
     if any_data and known:
-        parts = [estimate.sum_parts() for estimate in known.values()]
+        parts = [estimate.get_summands() for estimate in known.values()]
         totals = iter(ranks.reduce_sums([tensor for tensors in parts for tensor in tensors], device))
         for estimate, tensors in zip(known.values(), parts, strict=True):
             estimate.take_sums(*itertools.islice(totals, len(tensors)))

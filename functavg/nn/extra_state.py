@@ -1,4 +1,4 @@
-"""The extra state of an average: what neither its count nor its module holds, as plain data."""
+"""The extra state of an average: what is not in its count and its module, as plain data."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from functavg import trees
 from functavg.kernels.torch.dtensor import distribute, is_sharded
 from functavg.nn.held_state import HeldState
 from functavg.rules.base import AveragingRule
-from functavg.rules.saved import Saved, load_leaves
+from functavg.rules.saved import Saved, get_shape, load_leaves
 from functavg.saving import to_state_dict
 from functavg.state import AverageState
 
 
 def make_extra_state(held: HeldState, rule: AveragingRule) -> dict[str, Any] | None:
-    """Return the memory of a rule and averages beside the first, None where there are none.
+    """Return the memory of a rule and all averages but the first, None if there is neither.
 
     Numbers and tensors have the names of ``functavg.to_state_dict``. ``rules`` tells which rule wrote each memory,
     ``module`` which average the module holds.
@@ -38,7 +38,7 @@ def make_extra_state(held: HeldState, rule: AveragingRule) -> dict[str, Any] | N
 
 
 def find_problem(held: HeldState, rule: AveragingRule, extra: dict[str, Any]) -> str | None:
-    """Return why an extra state is not that of this rule and this model, None where it is."""
+    """Return why an extra state does not fit this rule and this model, None if it does."""
     own = make_extra_state(held, rule) or {}
     mine, theirs = _get_values(own), _get_values(extra)
     missing = [name for name in mine if name not in theirs]
@@ -61,11 +61,11 @@ def load_extra_state(held: HeldState, rule: AveragingRule, extra: dict[str, Any]
     """Take over an extra state that fits.
 
     Raises:
-        TypeError, ValueError: it is that of other shards; nothing was changed.
+        TypeError, ValueError: it was sharded in another way; nothing was changed.
     """
     own = _get_values(make_extra_state(held, rule) or {})
     with torch.inference_mode(False):
-        loaded = load_leaves(list(own), list(own.values()), _shard_alike(_get_values(extra), own))
+        loaded = load_leaves(list(own), list(own.values()), _shard_like(_get_values(extra), own))
     _, spec = trees.flatten((held.averages, held.memory))
     held.averages, held.memory = trees.unflatten(spec, loaded)
 
@@ -73,25 +73,20 @@ def load_extra_state(held: HeldState, rule: AveragingRule, extra: dict[str, Any]
 def resume_from(
     held: HeldState, rule: AveragingRule, extra: dict[str, Any], count: int, values: dict[str, Tensor]
 ) -> AverageState[Any]:
-    """Return the state that goes on from what fits of an extra state, and from the average that stood beside it.
+    """Return the state that goes on from a saved average, and from what fits of its extra state.
 
     Args:
-        held: the state of the average that is loaded.
+        held: the state to load into.
         rule: its rule.
         extra: the extra state of any rule and model.
-        count: the count beside it.
-        values: the average that the module holds, by name.
+        count: the saved count.
+        values: the saved average, by name.
     """
     own = _get_values(make_extra_state(held, rule) or {})
     first = {f"{extra.get('module', 'average')}.{name}": value for name, value in values.items()}
-    saved = _shard_alike(_get_values(extra), own) | first
+    saved = _shard_like(_get_values(extra), own) | first
     with torch.inference_mode(False), torch.no_grad():
         return rule.resume(values, count, Saved(saved, extra.get("rules", {})))
-
-
-def get_shape(value: Any) -> tuple[int, ...]:
-    """Return the shape of an array, that of a 0-d one for everything else."""
-    return tuple(getattr(value, "shape", ()))
 
 
 def _get_values(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,15 +94,15 @@ def _get_values(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _get_kinds(extra: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
-    """Return the classes of the rules that wrote an extra state; with other numbers they read the same memory."""
+    """Return the classes of the rules that wrote an extra state; their arguments do not change the format."""
     return extra.get("module"), {place: rule.partition("(")[0] for place, rule in extra.get("rules", {}).items()}
 
 
-def _shard_alike(values: dict[str, Any], likes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with whole tensors, as of a full state_dict, sharded where their likes are."""
+def _shard_like(values: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with whole tensors, as in a full state_dict, sharded like our own of the same name."""
     return {
-        name: distribute(value, likes[name])
-        if isinstance(value, Tensor) and not is_sharded(value) and is_sharded(likes.get(name))
+        name: distribute(value, own[name])
+        if isinstance(value, Tensor) and not is_sharded(value) and is_sharded(own.get(name))
         else value
         for name, value in values.items()
     }

@@ -1,4 +1,4 @@
-"""Averaging functions of torch's kind: those that torch names, made of rules."""
+"""Averaging functions under torch's names, made of rules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RuleAvgFn:
 
     def __call__(self, averaged: Tensor, current: Tensor, num_averaged: Tensor | int) -> Tensor:
         """Return ``averaged + weight * (current - averaged)``."""
-        return lerp(averaged, current, _weight(self.rule, num_averaged))
+        return lerp(averaged, current, _get_weight(self.rule, num_averaged))
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class RuleMultiAvgFn:
 
     def __call__(self, averaged: Sequence[Tensor], current: Sequence[Tensor], num_averaged: Tensor | int) -> None:
         """Write ``averaged + weight * (current - averaged)`` into ``averaged``."""
-        lerp(list(averaged), list(current), _weight(self.rule, num_averaged), inplace=True)
+        lerp(list(averaged), list(current), _get_weight(self.rule, num_averaged), inplace=True)
 
 
 def rule_of(fn: Any, grouped: bool) -> AveragingRule:
-    """Return the rule of an averaging function of torch's kind.
+    """Return the rule that an averaging function stands for.
 
     Args:
-        fn: a function that carries its ``rule``, any other, or a rule itself.
+        fn: a function with a ``rule``, any other function, or a rule.
         grouped: whether it takes many tensors and works in place.
     """
     if is_rule_class(fn):
@@ -56,15 +56,15 @@ def rule_of(fn: Any, grouped: bool) -> AveragingRule:
     return own if isinstance(own, AveragingRule) else AvgFn(fn, grouped=grouped)
 
 
-def sort_ways(device: Any, avg_fn: Any, multi_avg_fn: Any, rule: Any) -> tuple[Any, Any, Any, AveragingRule | None]:
-    """Return these arguments of an AveragedModel, with what stands in the place of another one in its own.
+def sort_options(device: Any, avg_fn: Any, multi_avg_fn: Any, rule: Any) -> tuple[Any, Any, Any, AveragingRule | None]:
+    """Return these arguments of an AveragedModel, each in its own place.
 
-    That is a rule in the place of the device or of a function, and a multi_avg_fn in the place of the device, where
-    torch's documentation passes one.
+    A rule may be passed as ``device`` or as a function, and a ``multi_avg_fn`` as ``device``, as torch's documentation
+    does.
 
     Raises:
         AssertionError: more than one way to average was given.
-        TypeError: the device is a module, or the rule is none or the class of one.
+        TypeError: ``device`` is a module, or ``rule`` is not a rule or is the class of one.
     """
     if isinstance(device, Module):
         raise TypeError(
@@ -82,8 +82,8 @@ def sort_ways(device: Any, avg_fn: Any, multi_avg_fn: Any, rule: Any) -> tuple[A
     return device, avg_fn, multi_avg_fn, None if rule is None else check_rule(rule)
 
 
-def _weight(rule: WeightRule, num_averaged: Tensor | int) -> Weight:
-    """Return the weight of the newest model; torch's EMA never looks at the number, not even to copy the first."""
+def _get_weight(rule: WeightRule, num_averaged: Tensor | int) -> Weight:
+    """Return the weight of the newest model; torch's EMA ignores ``num_averaged``, even for the first model."""
     return rule.weight(1 if isinstance(rule, EMA) else lift(num_averaged), 1)
 
 
@@ -97,7 +97,7 @@ def get_ema_avg_fn(decay: float = 0.999) -> RuleAvgFn:
         A picklable ``avg_fn`` for :class:`~functavg.AveragedModel` and :class:`~functavg.AvgFn`.
 
     Raises:
-        TypeError: ``decay`` is no number.
+        TypeError: ``decay`` is not a number.
         ValueError: ``decay`` is out of range or NaN.
 
     Example:
@@ -120,7 +120,7 @@ def get_ema_multi_avg_fn(decay: float = 0.999) -> RuleMultiAvgFn:
         A picklable ``multi_avg_fn`` for :class:`~functavg.AveragedModel` and a grouped :class:`~functavg.AvgFn`.
 
     Raises:
-        TypeError: ``decay`` is no number.
+        TypeError: ``decay`` is not a number.
         ValueError: ``decay`` is out of range or NaN.
 
     Example:

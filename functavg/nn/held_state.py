@@ -1,4 +1,4 @@
-"""The state behind a module that holds an average: what its tensors and its count buffer do not hold themselves."""
+"""The state behind a module that holds an average: all that is not in its tensors and its count buffer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from functavg import trees
 from functavg.functional import lerp
-from functavg.identity import are_shared
+from functavg.identity import are_aliased
 from functavg.nn.master_copies import MasterCopies
 from functavg.nn.trusted import Trusted
 from functavg.rules.base import AveragingRule
@@ -22,11 +22,11 @@ Values = dict[str, Tensor]
 
 
 class HeldState:
-    """An AverageState of which a module holds the rounding of the average, or of the first one of several.
+    """An AverageState whose average, or the first of several, a module holds in its own tensors, rounded.
 
-    The count stands in a buffer. On the CPU it is read from there each time, which waits for nothing. Elsewhere the
-    count that was last read or written is trusted while the buffer is (see ``Trusted``). A meta buffer has no value:
-    the host's counts.
+    The count is in a buffer. On the CPU it is read from there each time, which waits for nothing. Elsewhere the count
+    that was last read or written is trusted while the buffer is (see ``Trusted``). A meta buffer has no value: the
+    count of the host holds.
 
     Attributes:
         masters: the averages in the precision that they are averaged in.
@@ -40,8 +40,8 @@ class HeldState:
     def __init__(self, dtype: Any = None) -> None:
         self.masters: MasterCopies = MasterCopies(dtype)
         self.memory: Any = ()
-        self.averages: Any = None  # all averages, with None in the place of the first
-        self.keys: tuple[str, ...] = ()  # where the first stands among several
+        self.averages: Any = None  # all averages, with None for the first
+        self.keys: tuple[str, ...] = ()  # that lead to the first of several averages
         self.was_reset: bool = False
         self._tied = False
         self._count = 0
@@ -49,10 +49,10 @@ class HeldState:
         self._start: list[tuple[Tensor, int]] = []
 
     def init_(self, rule: AveragingRule, tensors: Values) -> None:
-        """Start from the tensors to average, as the ``init`` of a rule does."""
+        """Start from the tensors to average, as the ``init`` of the rule does."""
         self.memory, self.averages, self.keys = (), None, ()
         self.was_reset = False
-        self._tied = are_shared(list(tensors.values()))
+        self._tied = are_aliased(list(tensors.values()))
         if type(rule).init is not AveragingRule.init:
             values = self.masters.get_named(tensors)
             state = rule.init(values)
@@ -88,22 +88,22 @@ class HeldState:
     # ---- the state
 
     def state(self, count: Count, values: Values | trees.NamedList) -> AverageState[Any]:
-        """Return the whole state, with the values of the first average."""
+        """Return the whole state, with the values of the first average; untie the memory if these are tied no more."""
         remembers = type(self.memory) is not tuple or len(self.memory) > 0
         if remembers and isinstance(values, dict):  # a rule that gets no names remembers no tensors
-            tied = are_shared(list(values.values()))
+            tied = are_aliased(list(values.values()))
             if self._tied and not tied:
-                self._part()
+                self._untie()
             self._tied = tied
         return AverageState(count, _put(self.averages, self.keys, values), self.memory)
 
     def keep(self, state: AverageState[Any]) -> None:
-        """Keep what the module does not hold."""
+        """Keep the memory and all averages but the first, which the module holds."""
         self.memory = state.memory
         self.averages = _put(state.average, self.keys, None)
 
     def take_over_(self, state: AverageState[Any], tensors: Values) -> None:
-        """Keep a whole state, the first average of it in these tensors."""
+        """Keep a whole state, with its first average written to these tensors."""
         self.keep(state)
         average = state.average
         for key in self.keys:
@@ -115,8 +115,8 @@ class HeldState:
             self.masters.write_(olds, copies)
 
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Move all tensors of the memory and of further averages as ``fn`` does, without changing their dtypes."""
-        done: dict[int, Tensor] = {}  # what is shared stays shared
+        """Apply ``fn`` to all tensors of the memory and of the averages but the first, and keep their dtypes."""
+        done: dict[int, Tensor] = {}  # aliased tensors stay aliased
 
         def move(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -128,26 +128,26 @@ class HeldState:
 
         self.memory, self.averages = trees.tree_map(move, (self.memory, self.averages))
 
-    def _part(self) -> None:
-        """Give tied tensors memory of their own, where the first average is tied no more: moves may part parameters."""
+    def _untie(self) -> None:
+        """Copy tied tensors of the memory, as a move may have untied the parameters."""
         known: set[int] = set()
 
-        def part(leaf: Any) -> Any:
+        def untie(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or id(leaf) not in known:
                 known.add(id(leaf))
                 return leaf
             return leaf.clone()
 
-        self.memory, self.averages = trees.tree_map(part, (self.memory, self.averages))
+        self.memory, self.averages = trees.tree_map(untie, (self.memory, self.averages))
 
-    # ---- weights that somebody else put into an average of nothing
+    # ---- weights that somebody else wrote before the first update
 
     def mark_start(self, tensors: Iterable[Tensor]) -> None:
         """Remember the tensors as they are before the first update."""
         self._start = [(tensor, _get_version(tensor)) for tensor in tensors]
 
     def were_written(self, tensors: list[Tensor]) -> bool:
-        """Tell whether somebody wrote to the tensors, or put others in their places, since ``mark_start``."""
+        """Tell whether somebody wrote to the tensors or replaced them since ``mark_start``."""
         if len(tensors) != len(self._start):
             return False
         return any(
@@ -158,11 +158,11 @@ class HeldState:
     # ---- copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything but what holds for this object's tensors only: versions are not those of a copy."""
+        """Return everything but the versions of tensors, which a copy does not have."""
         return vars(self) | {"_known_count": Trusted(), "_start": [tensor for tensor, _ in self._start]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take everything over, for the tensors as they are now."""
+        """Restore everything, with the versions that the tensors have now."""
         vars(self).update(state)
         self._start = [(tensor, _get_version(tensor)) for tensor in state["_start"]]
 
@@ -187,7 +187,7 @@ def _get_version(tensor: Tensor) -> int:
 
 
 def _are_equal(tensor: Tensor, start: Tensor) -> bool:
-    """Tell whether a tensor is a moved or converted one; one that was sharded since is taken for it."""
+    """Tell whether a tensor holds the values of the start; True if they cannot be compared."""
     if type(tensor) is not type(start) or tensor.is_meta or start.is_meta:
         return True
     return tensor.shape == start.shape and torch.equal(tensor.detach(), start.detach().to(tensor))

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from functavg.kernels.torch.dtensor import get_shard, is_sharded
-from functavg.nn.extra_state import find_problem, get_shape, load_extra_state, make_extra_state, resume_from
+from functavg.nn.extra_state import find_problem, load_extra_state, make_extra_state, resume_from
+from functavg.nn.sharing import find_slots
+from functavg.rules.saved import get_shape
 from functavg.trees import some
 
 Slot = tuple[dict[str, Any], str]
@@ -25,42 +27,39 @@ Slot = tuple[dict[str, Any], str]
 class Loading:
     """What one ``load_state_dict`` has to know from its beginning to its end.
 
-    While torch loads the module, the master copies of its low-precision tensors stand in their places: so their values
-    arrive unrounded, whatever hooks do to names.
+    While torch loads the module, master copies replace its low-precision tensors, so that their values arrive
+    unrounded, whatever hooks do to names.
 
     Args:
         strict: whether everything has to fit; None: the module around the average decides.
 
     Attributes:
-        end_sharing: called at the end of the load, brings back tensors that are shared with the model.
+        end_protection: called at the end of the load (see ``sharing.protect_shared_``).
     """
 
     strict: bool | None
     extra: dict[str, Any] = field(default_factory=dict)
-    end_sharing: Callable[[], None] = lambda: None
+    end_protection: Callable[[], None] = lambda: None
     _backup: Any = None
     _places: dict[int, tuple[Tensor, Tensor, list[Slot]]] = field(default_factory=dict)
 
     def begin(self, averaged: Any, keys: Mapping[str, Any], prefix: str, errors: list[str]) -> None:
-        """Put the master copies into the places of their tensors, and keep what the load may overwrite."""
+        """Replace tensors by their master copies, and keep what the load may overwrite."""
         self._prefix, self._errors, self._known_errors = prefix, errors, len(errors)
         self._weights = [name for name in keys if name.startswith(f"{prefix}module.")]
         self._has_count = f"{prefix}n_averaged" in keys
         held, tensors = averaged._held, averaged._averaged()
         masters = held.masters.get_named(tensors)
-        if not _is_sure(averaged, keys, prefix):
+        if not _cannot_fail(averaged, keys, prefix):
             self._backup = Backup(averaged, masters)
         low = {id(tensor): masters[name] for name, tensor in tensors.items() if masters[name] is not tensor}
-        stores = [store for part in averaged.module.modules() for store in (part._parameters, part._buffers)]
-        for store in stores:
-            for name, tensor in store.items():
-                if id(tensor) in low:
-                    master = low[id(tensor)]
-                    if isinstance(tensor, Parameter):
-                        master = Parameter(master, requires_grad=tensor.requires_grad)
-                    _, master, slots = self._places.setdefault(id(tensor), (tensor, master, []))
-                    slots.append((store, name))
-                    store[name] = master
+        for store, name, tensor in find_slots(averaged.module, low):
+            master = low[id(tensor)]
+            if isinstance(tensor, Parameter):
+                master = Parameter(master, requires_grad=tensor.requires_grad)
+            _, master, slots = self._places.setdefault(id(tensor), (tensor, master, []))
+            slots.append((store, name))
+            store[name] = master
 
     def finish(self, averaged: Any, missing: list[str]) -> None:
         """Put the tensors back with the rounding of what was loaded, and take over the rest, or undo everything."""
@@ -81,7 +80,7 @@ class Loading:
                 stacklevel=2,
             )
             return
-        self._end_sharing()
+        self._end_protection()
         self._round(averaged)
         averaged.n_averaged = averaged.n_averaged.to(torch.int64)
         if self._weights and not self._has_count:
@@ -108,8 +107,8 @@ class Loading:
         held.mark_start(() if count else averaged._averaged().values())
 
     def undo(self, averaged: Any) -> None:
-        """Bring everything back that the load has changed."""
-        self._end_sharing()
+        """Restore everything that the load has changed."""
+        self._end_protection()
         for tensor, _, slots in self._places.values():
             for store, name in slots:
                 store[name] = tensor
@@ -117,8 +116,8 @@ class Loading:
         if self._backup is not None:
             self._backup.restore(averaged)
 
-    def _end_sharing(self) -> None:
-        end, self.end_sharing = self.end_sharing, lambda: None
+    def _end_protection(self) -> None:
+        end, self.end_protection = self.end_protection, lambda: None
         end()
 
     def _round(self, averaged: Any) -> None:
@@ -155,10 +154,10 @@ class Loading:
         )
 
 
-def _is_sure(averaged: Any, given: Mapping[str, Any], prefix: str) -> bool:
-    """Tell whether a state_dict has just what the average has, in the same shapes, and no hook reads it.
+def _cannot_fail(averaged: Any, given: Mapping[str, Any], prefix: str) -> bool:
+    """Tell whether a load cannot fail: the state_dict has what the average has, in the same shapes, and no hook is run.
 
-    A load of it does not fail, so that nothing has to be kept.
+    Nothing has to be kept then.
     """
     if any(part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks for part in averaged.module.modules()):
         return False
@@ -174,7 +173,7 @@ def _is_sure(averaged: Any, given: Mapping[str, Any], prefix: str) -> bool:
 
 
 class Backup:
-    """Everything that a load may overwrite: values, on the CPU, and which tensors stand where."""
+    """Everything that a load may overwrite: which tensors the modules hold, and their values, on the CPU."""
 
     def __init__(self, averaged: Any, masters: Mapping[str, Tensor]) -> None:
         self._stores = [
@@ -183,10 +182,7 @@ class Backup:
         everything = [tensor for _, content in self._stores for tensor in content.values()] + list(masters.values())
         distinct = {id(tensor): tensor for tensor in everything if tensor is not None and not tensor.is_meta}
         self._tensors = list(distinct.values())
-        self._values = [
-            get_shard(tensor).detach().to("cpu", copy=True) for tensor in self._tensors if not tensor.is_meta
-        ]
-        self._tensors = [tensor for tensor in self._tensors if not tensor.is_meta]
+        self._values = [get_shard(tensor).detach().to("cpu", copy=True) for tensor in self._tensors]
         tensors = averaged._averaged()
         self._masters = list(tensors.values()), [masters[name] for name in tensors]
         self._held = averaged._held
@@ -195,7 +191,7 @@ class Backup:
         self._was_written = self._held.were_written(self._masters[0])
 
     def restore(self, averaged: Any) -> None:
-        """Bring everything back."""
+        """Restore everything."""
         with torch.inference_mode(False), torch.no_grad():
             for store, content in self._stores:
                 store.clear()

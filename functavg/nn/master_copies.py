@@ -1,4 +1,4 @@
-"""Averages of low-precision tensors in the precision that they are averaged in."""
+"""Averages of low-precision tensors, in the precision of the averaging."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ _dtype = operator.attrgetter("dtype")
 
 
 class MasterCopies:
-    """The averages, in float32, of tensors that hold but their rounding.
+    """The averages, in float32, of tensors that hold only their rounding.
 
-    A master copy is trusted while its tensor is (see ``Trusted``). The master copy of a tensor that is wide enough is
-    the tensor.
+    A master copy is trusted while its tensor is (see ``Trusted``). A tensor that is wide enough is its own master copy.
 
     Args:
         dtype: the dtype that averages are to be held in; ``None``: float32 where a tensor has less.
@@ -47,13 +46,14 @@ class MasterCopies:
         if copies is not None:
             return copies
         known = self._copies.by_tensor()
-        made: dict[Hashable, Tensor] = {}  # what is tied has one
-        for key, tensor in zip(identities(tensors), tensors, strict=True):
+        made: dict[Hashable, Tensor] = {}  # tied tensors have one
+        keys = identities(tensors)
+        for key, tensor in zip(keys, tensors, strict=True):
             if key not in made:
                 dtype = self._held_dtype(tensor.dtype)
                 is_known = dtype != tensor.dtype and id(tensor) in known
                 made[key] = known[id(tensor)][1] if is_known else _convert(tensor, dtype)
-        return [made[key] for key in identities(tensors)]
+        return [made[key] for key in keys]
 
     def get_named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the master copies of tensors by name."""
@@ -67,7 +67,7 @@ class MasterCopies:
         self.keep(tensors, copies)
 
     def keep(self, tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-        """Remember the master copies of tensors that hold their rounding by now."""
+        """Remember the master copies of tensors that already hold their rounding."""
         self._copies.renew(tensors, copies)
 
     def move(
@@ -76,21 +76,21 @@ class MasterCopies:
         before: Mapping[str, tuple[torch.dtype, Tensor]],
         fn: Callable[[Tensor], Tensor],
     ) -> None:
-        """Follow tensors that ``fn`` moved or converted: keep wide values of low-precision ones, return them to others.
+        """Follow tensors that ``fn`` moved or converted: keep master copies of low-precision ones, write others back.
 
         Args:
             tensors: the tensors as they are now, by name.
-            before: the dtypes and values that they had.
+            before: the dtypes that they had, and their unrounded values.
             fn: what was applied to each of them.
         """
-        held: dict[int, tuple[Tensor, Tensor]] = {}  # what is tied has one master copy
+        held: dict[int, tuple[Tensor, Tensor]] = {}  # tied tensors have one master copy
         for name, tensor in tensors.items():
             if name not in before or id(tensor) in held:  # a conversion may have made an integer buffer averageable
                 continue
             old_dtype, value = before[name]
             dtype = self._held_dtype(tensor.dtype)
             if dtype != tensor.dtype:
-                moved = fn(value)  # what shares memory, or changes its format, goes on to
+                moved = fn(value)  # fn may also share memory or change its format
                 master = moved if moved.dtype == dtype else value.to(tensor.device, dtype)
                 held[id(tensor)] = tensor, master
                 if old_dtype not in (tensor.dtype, master.dtype) and not tensor.is_meta:
@@ -99,7 +99,7 @@ class MasterCopies:
                 tensor.copy_(value)
         self.keep([tensor for tensor, _ in held.values()], [copy for _, copy in held.values()])
 
-    def narrow(self, tensors: Iterable[Tensor]) -> None:
+    def narrow_(self, tensors: Iterable[Tensor]) -> None:
         """Convert tensors of more bits than the average is to be held in."""
         for tensor in tensors:
             held = dtypes.held_in(dtypes.name_of(tensor.dtype), self.dtype)

@@ -1,4 +1,4 @@
-"""Keeps apart what modules merge in eval mode, while weights are read and written."""
+"""Keeps modules that merge weights in eval mode from doing so while weights are read and written."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def class_overrides_train(kind: type) -> bool:
 def unmerged(*models: Module) -> Iterator[None]:
     """Put modules that override ``train`` into training mode inside a ``with`` block, and back into their modes after.
 
-    Some merge weights when they leave training mode, as LoRA layers add a product of theirs to the weight of a frozen
-    layer, and take it out again when they enter it. Merged weights are not what is trained: exchanged or averaged, they
-    would be taken apart with those of another model. Nothing tells which modules do that, so ``train`` of all
-    that are in eval mode is called, twice. Modes are those of before afterwards.
+    Some modules merge weights when they leave training mode: LoRA layers add a product to the weight of a frozen layer,
+    and subtract it when they enter training mode again. If merged weights were averaged or exchanged, the product of
+    another model would be subtracted. Nothing tells which modules merge, so ``train`` is called twice on all that are
+    in eval mode.
     """
     layers: dict[Module, dict[Module, bool]] = {}
     waiting = list(models)
@@ -49,7 +49,7 @@ def unmerged(*models: Module) -> Iterator[None]:
     finally:
         for layer, modes in layers.items():
             layer.train(False)
-            for part, mode in modes.items():  # what is inside comes later
+            for part, mode in modes.items():  # outer modules come first
                 if part.training == mode:
                     continue
                 if overrides_train(part):

@@ -1,4 +1,4 @@
-"""Finds the modules of a model that keep running statistics, and speaks of those that cannot be estimated."""
+"""Finds the modules of a model that keep running statistics, and reports those that cannot be estimated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATISTICS = ("running_mean", "running_var")
 class Norms:
     """The modules of a model that keep running statistics, by name."""
 
-    known: dict[str, _NormBase] = field(default_factory=dict)  # norms of torch, and heirs of them
+    known: dict[str, _NormBase] = field(default_factory=dict)  # norms of torch, and their subclasses
     scripted: dict[str, Module] = field(default_factory=dict)
     others: dict[str, Module] = field(default_factory=dict)
 
@@ -32,7 +32,7 @@ class Norms:
         return bool(self.known or self.scripted or self.others)
 
     def find_device(self) -> torch.device:
-        """Return the device of the first of them."""
+        """Return the device of the statistics of the first module."""
         module: Module = next(iter((self.known or self.scripted or self.others).values()))
         return next(iter(_find_statistics(module).values())).device
 
@@ -53,7 +53,7 @@ def find_norms(model: Module) -> Norms:
 
 
 def _find_statistics(module: Module) -> dict[str, Tensor]:
-    """Return the running statistics of a module of any class, which are told by their names."""
+    """Return the running statistics of a module of any class, recognised by their names."""
     tensors = as_dict(module._buffers) | as_dict(module._parameters)
     return {
         name: tensor
@@ -66,7 +66,7 @@ def _find_statistics(module: Module) -> dict[str, Tensor]:
 
 
 def check_unscripted(norms: Mapping[str, Module]) -> None:
-    """Check that no module of TorchScript would have to be estimated: none takes hooks or another momentum.
+    """Check that no TorchScript module has to be estimated, as none takes hooks or another momentum.
 
     Raises:
         TypeError: one is in training mode.
@@ -82,9 +82,9 @@ def check_unscripted(norms: Mapping[str, Module]) -> None:
 
 @contextmanager
 def watch_statistics(norms: Mapping[str, Module]) -> Iterator[dict[str, str]]:
-    """Yield a dict that names, after the block, the modules whose statistics have changed inside, with their class.
+    """Yield a dict that is filled after the block: the modules whose statistics changed inside, each with its class.
 
-    After an error they have the buffers from before.
+    After an error their buffers are restored.
     """
     changed: dict[str, str] = {}
     before = {

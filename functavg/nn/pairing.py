@@ -29,7 +29,7 @@ _SPECTRAL_NORM = ("torch.nn.utils.parametrizations", "_SpectralNorm")
 _SPECTRAL_NORM_HOOK = ("torch.nn.utils.spectral_norm", "SpectralNorm")
 
 ABSENT = object()
-"""In the place of a buffer that is not registered; one registered as None is None."""
+"""Stands for a buffer that is not registered; one registered as None is None."""
 
 
 def check_module(value: Any, call: str) -> None:
@@ -38,13 +38,17 @@ def check_module(value: Any, call: str) -> None:
         raise TypeError(f"{call}: model must be a torch.nn.Module, got {type(value).__name__}")
 
 
-def unwrap(module: Module) -> Module:
-    """Return the model inside all wrappers, which are known by their class and never by an attribute's name.
+def unwrap(module: Module, resharding: bool = False) -> Module:
+    """Return the model inside all wrappers, resharded on every level where ``resharding``.
+
+    Wrappers are known by their class, never by the name of an attribute.
 
     Raises:
         TypeError: it is a FullyShardedDataParallel, whose parameters are flat shards.
     """
     while True:
+        if resharding and is_fully_sharded(module):
+            module.reshard()  # type: ignore[operator]
         kind: Any = type(module)
         attribute = _wrapped_attribute(kind)
         if attribute is None:
@@ -52,9 +56,12 @@ def unwrap(module: Module) -> Module:
         module = getattr(module, attribute)
 
 
+_open = functools.partial(unwrap, resharding=True)
+
+
 @functools.lru_cache(1024)
 def _wrapped_attribute(kind: type) -> str | None:
-    """Return the attribute in which modules of this class hold the model that they wrap, None where they wrap none."""
+    """Return the attribute in which wrappers of this class hold their model, None if the class is not a wrapper."""
     for named, attribute in _WRAPPERS.items():
         if _is_subclass(kind, named):
             return attribute
@@ -77,40 +84,28 @@ def reshard(model: Module) -> None:
     if sys.modules.get(_FSDP2[0]) is None:
         return
     for module in model.modules():
-        if is_sharded(module):
+        if is_fully_sharded(module):
             module.reshard()  # type: ignore[operator]
 
 
-def is_sharded(module: Module) -> bool:
-    """Tell whether a module is one that FSDP2 has sharded."""
+def is_fully_sharded(module: Module) -> bool:
+    """Tell whether FSDP2 has sharded a module."""
     return _is_instance(module, _FSDP2)
 
 
-def _open(module: Module) -> Module:
-    """Return the model inside all wrappers, resharded on every level."""
-    while True:
-        if is_sharded(module):
-            module.reshard()  # type: ignore[operator]
-        kind: Any = type(module)
-        attribute = _wrapped_attribute(kind)
-        if attribute is None:
-            return module
-        module = getattr(module, attribute)
-
-
 class Pairs:
-    """The tensors of an average and of a model in columns; their names are spelled when somebody asks.
+    """The tensors of an average and of a model in columns; their names are spelled only on request.
 
     Attributes:
         averages: the parameters of the average.
         news: those of the model, in the same order.
-        buffers: the buffers of the average that the model has by name, None where one is None, ``ABSENT`` for others.
+        buffers: for each buffer of the model that of the average, or ``ABSENT``; None is a buffer registered as None.
         new_buffers: those of the model, in the same order.
-        may_be_merged: whether modules are in eval mode that may have merged weights then (see ``modes.unmerged``).
+        may_be_merged: whether modules in eval mode may have merged weights (see ``modes.unmerged``).
     """
 
     may_be_merged = False
-    _kept: list[int] | None = None  # which parameters are not None in both; None: all
+    _kept: list[int] | None = None  # which parameters are paired; None: all
     _kept_buffers: list[int] | None = None
     _averaged_buffers: Sequence[int] = ()
 
@@ -138,17 +133,17 @@ class Pairs:
         owners = _spell(self._buffer_spans)
         return owners if self._kept_buffers is None else [owners[index] for index in self._kept_buffers]
 
-    def average_buffers(self, indices: list[int]) -> None:
-        """Count these buffers among the tensors that are averaged, behind the parameters."""
+    def add_buffers(self, indices: list[int]) -> None:
+        """Add these buffers to the tensors that are averaged, after the parameters."""
         self._averaged_buffers = indices
         self.averages += [self.buffers[index] for index in indices]
         self.news += [self.new_buffers[index] for index in indices]
 
     def leave_out(self, names: Collection[str]) -> list[tuple[Any, Any, str]]:
-        """Leave out tensors by name; return where the average holds another tensor than the model.
+        """Leave out tensors by name; return those that are not the same object in the average and the model.
 
         Returns:
-            The store of the average, the store of the model and the name in it, for each of these tensors.
+            For each, the store of the average that holds it, that of the model, and its name in both.
         """
         parameters, buffers = _spell(self._parameter_spans), _spell(self._buffer_spans)
         kept = list(range(len(parameters))) if self._kept is None else self._kept
@@ -166,7 +161,7 @@ class Pairs:
         return [(mine, theirs, key) for mine, theirs, key in found if mine.get(key) is not theirs.get(key)]
 
     def drop_none(self, called: str, advice: str) -> None:
-        """Leave out parameters that are None in both.
+        """Leave out parameters that are None in both, and check that no other is missing.
 
         Raises:
             ValueError: a parameter is missing in one of the two; the message names all of them.
@@ -196,7 +191,7 @@ class Pairs:
         self.news = [self.news[index] for index in kept]
 
 
-_Node = tuple[Any, str]  # of the module above, None for the whole model, and the name in it
+_Node = tuple[Any, str]  # the node of the parent, None for the whole model, and the name in it
 _Span = tuple[_Node | None, list[str], Module, Module]  # names of consecutive tensors, with the modules that hold them
 
 
@@ -216,7 +211,7 @@ def pair(
         average: the module that is to be written to.
         model: the module that is read.
         called: what messages call the average.
-        advice: what they tell to do.
+        advice: what they advise.
 
     Raises:
         TypeError: the model is an FSDP1 model.
@@ -291,21 +286,21 @@ def _prefix(node: _Node | None) -> str:
     return prefix
 
 
-def tensors(model: Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(model: Module) -> Iterator[tuple[str, Tensor]]:
     """Yield all parameters and buffers of a model by name, those that are tied under each of their names.
 
     FSDP2 modules are resharded on the way.
     """
-    return _tensors(model, "")
+    return _walk(model, "")
 
 
 def as_dict(store: Any) -> dict[str, Any]:
-    """Return what a module holds by name; that of a scripted module is no dict."""
+    """Return a store of a module as a dict, which that of a scripted module is not."""
     return store if isinstance(store, dict) else dict(store.items())
 
 
 def is_averageable(name: str, module: Module, buffer: Tensor) -> bool:
-    """Tell whether a buffer may be averaged: it is real or complex, persistent, and no vector of a spectral norm.
+    """Tell whether a buffer may be averaged: it is real or complex, persistent, and not a vector of a spectral norm.
 
     A buffer that no state_dict holds is no state: its average would be lost with the first checkpoint. The vectors of a
     spectral norm belong to one weight; the mean of two of them belongs to none.
@@ -325,7 +320,7 @@ def is_spectral_vector(name: str, module: Module) -> bool:
     )
 
 
-def _tensors(module: Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+def _walk(module: Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
     module = _open(module)
     for store in (module._parameters, module._buffers):
         for name, tensor in store.items():
@@ -333,7 +328,7 @@ def _tensors(module: Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
                 yield prefix + name, tensor
     for name, child in module._modules.items():
         if child is not None:
-            yield from _tensors(child, f"{prefix}{name}.")
+            yield from _walk(child, f"{prefix}{name}.")
 
 
 def _parameter_names(module: Module | None, prefix: str) -> list[str]:
@@ -345,6 +340,6 @@ def _is_instance(value: Any, named: tuple[str, str]) -> bool:
 
 
 def _is_subclass(kind: type, named: tuple[str, str]) -> bool:
-    """Tell whether a class is the named one or derived from it; a class whose module is not loaded has none."""
+    """Tell whether a class is the named one or derived from it; nothing is if its module is not loaded."""
     source, name = named
     return source in sys.modules and issubclass(kind, getattr(sys.modules[source], name))

@@ -1,4 +1,4 @@
-"""What the ranks of a distributed run tell each other about a pass that each makes over its part of the data."""
+"""What ranks tell each other about a pass that each makes over its part of the data."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def without_broadcasts(model: Module) -> Iterator[None]:
 
 
 def agree(layout: list[str], device: torch.device, *, has_data: bool, failed: bool = False) -> bool:
-    """Return whether any rank has data. Every rank has to call this, one that failed too.
+    """Return whether any rank has data. Every rank has to call this, even one that failed.
 
     Args:
         layout: names of what is estimated, the same on all ranks.
         device: where to reduce, if the ranks can do so there.
-        has_data: whether this rank has.
+        has_data: whether this rank has data.
         failed: whether this rank is about to raise an error of its own. Default: ``False``.
 
     Raises:
@@ -78,5 +78,5 @@ def reduce_sums(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
 
 def _reducing_device(device: torch.device) -> torch.device:
     """Return this device if the ranks can reduce there, else the first one where they can."""
-    places = [place.partition(":")[0] for place in dist.get_backend_config().split(",")]
-    return device if device.type in places else torch.device(places[0])
+    kinds = [kind.partition(":")[0] for kind in dist.get_backend_config().split(",")]
+    return device if device.type in kinds else torch.device(kinds[0])

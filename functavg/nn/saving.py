@@ -19,13 +19,13 @@ from functavg.nn import pairing
 from functavg.nn.extra_state import find_problem, load_extra_state, make_extra_state
 from functavg.nn.held_state import HeldState
 from functavg.nn.loading import Loading
-from functavg.nn.sharing import keep_shared_
+from functavg.nn.sharing import protect_shared_
 from functavg.rules.base import AveragingRule
 from functavg.trees import some
 
 
 class SavedAverage(TorchAveragedModel):
-    """The state_dict of an average: ``n_averaged``, ``module.*`` with wide values, the memory of a rule."""
+    """The state_dict of an average: ``n_averaged``, ``module.*`` with master copies, the memory of a rule."""
 
     n_averaged: Tensor
     _held: HeldState
@@ -48,16 +48,16 @@ class SavedAverage(TorchAveragedModel):
         self.register_load_state_dict_post_hook(_finish_loading)  # type: ignore[no-untyped-call]
 
     def get_extra_state(self) -> dict[str, Any] | None:
-        """Return the memory of the rule, and averages beside the first, named as by ``functavg.to_state_dict``."""
+        """Return the memory of the rule and all averages but the first, named as by ``functavg.to_state_dict``."""
         return make_extra_state(self._held, self.rule)
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
         """Take over what ``get_extra_state`` returned.
 
         Raises:
-            TypeError, ValueError: it is that of another rule or of another model; nothing was changed.
+            TypeError, ValueError: it is from another rule or another model; nothing was changed.
         """
-        # torch.distributed.checkpoint puts an object of its own where a file has nothing.
+        # torch.distributed.checkpoint passes an object of its own where a file has nothing.
         extra = state if isinstance(state, dict) else {}
         if self._loading is not None:  # the end of the load knows whether it fits
             self._loading.extra = extra
@@ -80,7 +80,7 @@ class SavedAverage(TorchAveragedModel):
 
         Returns:
             The missing and unexpected keys, as for any module. Tensors that are shared with the model stay as they are;
-            where the state_dict has other values for them, that is warned of.
+            a warning tells where the state_dict has other values for them.
 
         Raises:
             RuntimeError: as for any module, or the memory is that of another rule. Nothing was changed then.
@@ -116,26 +116,26 @@ class SavedAverage(TorchAveragedModel):
             self._loading = Loading(None)
         self._loading.begin(self, state_dict, prefix, error_msgs)
         if local_metadata.get("assign_to_params_buffers", False):
-            _part(state_dict, f"{prefix}module.")
-        self._loading.end_sharing = keep_shared_(state_dict, f"{prefix}module.", self.module, self._shared)
+            _untie_(state_dict, f"{prefix}module.")
+        self._loading.end_protection = protect_shared_(state_dict, f"{prefix}module.", self.module, self._shared)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
 
-def _part(state_dict: dict[str, Any], prefix: str) -> None:
-    """Give tensors over one memory a memory each: assigned, each would be changed by the updates of both."""
-    places: set[Any] = set()
+def _untie_(state_dict: dict[str, Any], prefix: str) -> None:
+    """Copy aliased tensors: once assigned, each would be changed by the updates of both."""
+    memories: set[Any] = set()
     for name, tensor in state_dict.items():
         if name.startswith(prefix) and isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-            place = (tensor.untyped_storage(), tensor.storage_offset())
-            if place in places:
+            memory = (tensor.untyped_storage(), tensor.storage_offset())
+            if memory in memories:
                 state_dict[name] = tensor.clone()
-            places.add(place)
+            memories.add(memory)
 
 
 def _finish_saving(averaged: SavedAverage, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Put the wide values in the place of their rounding, and leave out the memory of a rule that has none."""
+    """Replace rounded tensors by their master copies, and leave out an extra state that is None."""
     del local_metadata
     if state_dict.get(f"{prefix}_extra_state", ...) is None:
         del state_dict[f"{prefix}_extra_state"]
@@ -144,13 +144,14 @@ def _finish_saving(averaged: SavedAverage, state_dict: dict[str, Any], prefix: s
     low = {name: tensor for name, tensor in tensors.items() if masters[name] is not tensor}
     if not low:
         return
-    saved = {key: value for key, value in state_dict.items() if _is_part(key, value, f"{prefix}module.")}
+    prefix = f"{prefix}module."
+    saved = {key: value for key, value in state_dict.items() if key.startswith(prefix) and isinstance(value, Tensor)}
     # Hooks may have given a tensor another name, but not another memory.
     by_memory = dict(zip(_identify(low.values()), low, strict=True))
-    known = set(tensors) | {name for name, _ in pairing.tensors(averaged.module)}
+    known = set(tensors) | {name for name, _ in pairing.named_tensors(averaged.module)}
     strangers = []
     for (key, value), memory in zip(saved.items(), _identify(saved.values()), strict=True):
-        name = key.removeprefix(f"{prefix}module.").replace("_checkpoint_wrapped_module.", "")
+        name = key.removeprefix(prefix).replace("_checkpoint_wrapped_module.", "")
         found = by_memory.get(memory, name)
         if found in low and (value.shape, value.dtype) == (low[found].shape, low[found].dtype):
             state_dict[key] = masters[found]
@@ -162,10 +163,6 @@ def _finish_saving(averaged: SavedAverage, state_dict: dict[str, Any], prefix: s
             "averaged: they are saved in low precision. Let hooks rename tensors, and not change them",
             stacklevel=2,
         )
-
-
-def _is_part(key: str, value: Any, prefix: str) -> bool:
-    return key.startswith(prefix) and isinstance(value, Tensor)
 
 
 def _identify(tensors: Iterable[Tensor]) -> Sequence[Hashable]:

@@ -15,20 +15,20 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _NormBase
 
-from functavg.nn.pairing import is_spectral_vector, tensors
+from functavg.nn.pairing import is_spectral_vector, named_tensors
 from functavg.trees import some
 
 Share = Callable[[str, Tensor], bool]
 
 
 def find_shared(model: Module, share: Share | None) -> dict[int, Tensor]:
-    """Return the tensors of a model to share, by identity.
+    """Return the tensors of a model to share, by ``id``.
 
-    What a forward writes to, running statistics and the vectors of spectral norms, is never shared: the average would
-    write into the model.
+    Running statistics and the vectors of spectral norms, which a forward writes to, are never shared: the average
+    would write into the model.
 
     Raises:
-        TypeError: ``share`` is no function.
+        TypeError: ``share`` is not a function.
     """
     if share is None:
         return {}
@@ -40,13 +40,13 @@ def find_shared(model: Module, share: Share | None) -> dict[int, Tensor]:
         for name, buffer in module._buffers.items()
         if isinstance(module, _NormBase) or is_spectral_vector(name, module)
     }
-    return {id(tensor): tensor for name, tensor in tensors(model) if id(tensor) not in written and share(name, tensor)}
+    return {id(it): it for name, it in named_tensors(model) if id(it) not in written and share(name, it)}
 
 
 def name_shared(module: Module, model: Module) -> frozenset[str]:
     """Return the names of the tensors that are the same objects in both."""
-    theirs = dict(tensors(model))
-    return frozenset(name for name, tensor in tensors(module) if theirs.get(name) is tensor)
+    theirs = dict(named_tensors(model))
+    return frozenset(name for name, tensor in named_tensors(module) if theirs.get(name) is tensor)
 
 
 def check_device(model: Module, device: torch.device | None, shared: Collection[int]) -> None:
@@ -55,7 +55,7 @@ def check_device(model: Module, device: torch.device | None, shared: Collection[
     Raises:
         ValueError: one is on another; the message names it.
     """
-    for name, tensor in tensors(model):
+    for name, tensor in named_tensors(model):
         if id(tensor) in shared and device is not None and tensor.device != device:
             raise ValueError(
                 f"{name} is to be shared with the model and is on {tensor.device}, not on device={device}. "
@@ -63,11 +63,16 @@ def check_device(model: Module, device: torch.device | None, shared: Collection[
             )
 
 
+def find_slots(module: Module, wanted: Collection[int]) -> list[tuple[Any, str, Tensor]]:
+    """Return where a module holds the tensors of these ids: the store, the name in it and the tensor."""
+    stores: list[Any] = [store for part in module.modules() for store in (part._parameters, part._buffers)]
+    return [(store, name, tensor) for store in stores for name, tensor in store.items() if id(tensor) in wanted]
+
+
 @contextmanager
 def hidden(module: Module, shared: Collection[int]) -> Iterator[None]:
-    """Take tensors out of a module, so that what is done to all of them inside is not done to these."""
-    stores: list[Any] = [store for part in module.modules() for store in (part._parameters, part._buffers)]
-    slots = [(store, name, tensor) for store in stores for name, tensor in store.items() if id(tensor) in shared]
+    """Take tensors out of a module inside a ``with`` block, so that what is done to the module leaves them alone."""
+    slots = find_slots(module, shared)
     for store, name, _ in slots:
         store[name] = None
     try:
@@ -78,12 +83,13 @@ def hidden(module: Module, shared: Collection[int]) -> Iterator[None]:
 
 
 def find_parameters(module: Module, names: Collection[str]) -> dict[int, Tensor]:
-    """Return the parameters of these names by identity; buffers are not changed in place when a module moves."""
-    return {id(it): it for name, it in tensors(module) if name in names and isinstance(it, Parameter)} if names else {}
+    """Return the parameters of these names by ``id``; a module that moves changes them, but not buffers, in place."""
+    named = named_tensors(module) if names else ()
+    return {id(it): it for name, it in named if name in names and isinstance(it, Parameter)}
 
 
 def warn_of_move(shared: Collection[Tensor], fn: Callable[[Tensor], Tensor]) -> None:
-    """Warn where a move or conversion, which shared tensors do not take part in, would change them."""
+    """Warn if a move or conversion, from which shared tensors are left out, would change them."""
     placements = {(tensor.dtype, tensor.device) for tensor in shared if not tensor.is_meta}
     try:
         moved = [fn(torch.empty(0, dtype=dtype, device=device)) for dtype, device in placements]
@@ -97,26 +103,23 @@ def warn_of_move(shared: Collection[Tensor], fn: Callable[[Tensor], Tensor]) -> 
         )
 
 
-def keep_shared_(state_dict: dict[str, Any], prefix: str, module: Module, names: Collection[str]) -> Callable[[], None]:
-    """Keep a load of a state_dict from writing into shared tensors: they stand in it for their own values.
+def protect_shared_(
+    state_dict: dict[str, Any], prefix: str, module: Module, names: Collection[str]
+) -> Callable[[], None]:
+    """Keep a load of a state_dict from changing shared tensors, by putting them into it instead of its values.
 
-    Where hooks of the module give tensors other names in a state_dict, copies stand in the module for those that are
-    not found. Return the function that ends this, and warns of values that are not those of the shared tensors.
+    Hooks of the module may give tensors other names in a state_dict. Those not found in it are then replaced by copies
+    in the module. Return the function that ends this, and warns of values that differ from the shared ones.
     """
-    shared = {name: tensor for name, tensor in tensors(module) if name in names} if names else {}
+    shared = {name: tensor for name, tensor in named_tensors(module) if name in names} if names else {}
     found = {name: state_dict[prefix + name] for name in shared if isinstance(state_dict.get(prefix + name), Tensor)}
     different = {name for name, value in found.items() if not _is_equal(shared[name], value)}
     state_dict.update({prefix + name: shared[name] for name in found})
-    parts = list(module.modules())
-    hooked = any(part._load_state_dict_pre_hooks for part in parts)
+    hooked = any(part._load_state_dict_pre_hooks for part in module.modules())
     others = {id(tensor): tensor for name, tensor in shared.items() if name not in found and hooked}
-    slots: list[tuple[Any, str, Tensor]] = []
-    stores: list[Any] = [store for part in parts for store in (part._parameters, part._buffers)]
-    for store in stores:
-        for name, tensor in store.items():
-            if id(tensor) in others:
-                slots.append((store, name, tensor))
-                store[name] = copy.deepcopy(tensor)
+    slots = find_slots(module, others)
+    for store, name, tensor in slots:
+        store[name] = copy.deepcopy(tensor)
 
     def finish() -> None:
         for store, name, tensor in slots:
@@ -134,7 +137,7 @@ def keep_shared_(state_dict: dict[str, Any], prefix: str, module: Module, names:
 
 
 def _is_equal(tensor: Tensor, value: Tensor) -> bool:
-    """Tell whether a value is that of a tensor, as far as it has one that can be compared."""
+    """Tell whether two tensors have the same values; True if they cannot be compared."""
     if tensor.is_meta or value.is_meta:
         return True
     if tensor.shape != value.shape:

@@ -33,8 +33,8 @@ def swapped(
     """Compute with an average inside a ``with`` block, and with the training weights again after it.
 
     The average is copied into the model's own tensors, which optimizers, hooks and compiled code go on to hold; the
-    training weights come back however the block is left. Blocks nest. While it lasts, a swap takes the memory of the
-    tensors that are swapped once more; to compute with ``averaged.module`` takes none.
+    training weights come back however the block is left. Blocks nest. A swap takes memory for the training weights
+    while it lasts; to compute with ``averaged.module`` takes none.
 
     Args:
         model: the model, in any wrapper.
@@ -65,13 +65,13 @@ def swapped(
         average = pairing.unwrap(average)
     if isinstance(average, AveragedModel):
         return average.swapped(model, backup_device=backup_device)
-    return exchange(model, lambda: _values(average), backup_device, [average] if isinstance(average, Module) else [])
+    return exchange(model, lambda: _read(average), backup_device, [average] if isinstance(average, Module) else [])
 
 
-def _values(average: Any) -> Mapping[str, Tensor]:
+def _read(average: Any) -> Mapping[str, Tensor]:
     """Return the values of an average by name."""
     if isinstance(average, TorchAveragedModel):
-        everything = pairing.tensors(average.module) if average.n_averaged > 0 else ()
+        everything = pairing.named_tensors(average.module) if average.n_averaged > 0 else ()
         return {name: tensor for name, tensor in everything if average.use_buffers or isinstance(tensor, Parameter)}
     if isinstance(average, AverageState):
         if is_host(average.count) and average.count == 0:

@@ -1,4 +1,4 @@
-"""Target networks: modules that follow a model by one step without a count."""
+"""Target networks: modules that take single steps towards a model, without a count."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import operator
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-import torch
 from torch.nn import Module, ModuleList
 
 from functavg.checks import check_fraction
@@ -29,12 +28,12 @@ def soft_update(target: Modules, model: Modules, tau: Weight, *, buffers: Buffer
     """Move a target network one step towards a model, in place: ``target + tau (model - target)``.
 
     Parameters are paired by name, whatever wraps either module, and tied ones move once. Nothing is remembered from one
-    call to the next. It costs a walk over both modules and the loop of ``lerp_`` in one grouped call.
+    call to the next. It costs a walk over both modules and one grouped ``lerp_``.
 
-    Each parameter stays in its dtype and is rounded to it after every step. In bfloat16, with 8 bits, a target stops up
-    to ``target / (256 tau)`` away from the model: with a ``tau`` of 0.005 it hardly moves at all. Hold the target of a
-    bfloat16 model in float32, as ``copy.deepcopy(model).float()``; or let ``AveragedModel(model, rule=EMA(1 - tau,
-    start="init"))`` keep float32 values beside a module in bfloat16.
+    Each parameter stays in its dtype and is rounded to it after every step. In bfloat16, with its 8 bits, a target
+    stops up to ``target / (256 tau)`` away from the model: with a ``tau`` of 0.005 it hardly moves at all. Hold the
+    target of a bfloat16 model in float32, as ``copy.deepcopy(model).float()``; or let
+    ``AveragedModel(model, rule=EMA(1 - tau, start="init"))`` keep float32 values beside a module in bfloat16.
 
     Args:
         target: the module that follows, or a list of modules, such as two critics; all of them move, or none.
@@ -48,7 +47,7 @@ def soft_update(target: Modules, model: Modules, tau: Weight, *, buffers: Buffer
 
     Raises:
         TypeError: an argument is of another kind, or a parameter cannot be averaged.
-        ValueError: ``tau`` or ``buffers`` is none of these, the target is the model, or the two do not have the same
+        ValueError: ``tau`` or ``buffers`` is out of range, the target is the model, or the two do not have the same
             parameters, by name and shape; the message names them. Nothing was changed then.
 
     Example:
@@ -87,7 +86,7 @@ def _step_(target: Module, pairs: pairing.Pairs, weight: Weight, buffers: Buffer
     copies = None if buffers == "keep" else split_buffers(pairs, buffers == "average")
     averages, news = NamedList(pairs.averages, pairs.names), NamedList(pairs.news, pairs.names)
     commit = check_plan(Lerp(averages, news, weight), inplace=True)
-    commit_buffers = check_copies(copies, lambda: _find_device(target))
+    commit_buffers = check_copies(copies, target)
     commit()
     commit_buffers()
     drop_derived_values()
@@ -117,9 +116,3 @@ def _as_list(modules: object, name: str) -> list[Module]:
 def _describe(modules: object) -> str:
     kinds = f" of {len(modules)}" if isinstance(modules, Sequence) and not isinstance(modules, str) else ""
     return type(modules).__name__ + kinds
-
-
-def _find_device(module: Module) -> torch.device | None:
-    """Return the device of a module, None where it is on several."""
-    devices = {tensor.device for tensor in module.parameters()}
-    return devices.pop() if len(devices) == 1 else None

@@ -1,4 +1,4 @@
-"""Values that are known of tensors, as long as nobody else wrote to them."""
+"""Values that are known for tensors until somebody else writes to these."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _layout = operator.attrgetter("shape", "dtype", "device")
 class Trusted:
     """Values of tensors, each trusted while its tensor is the same one, at the same version, in the same memory.
 
-    Whoever wrote to a tensor since meant its value to go on from there. (Collectives, and writes to ``.data``, do not
-    count as a new version.) Inference tensors have no version: nothing is trusted of them.
+    Where somebody wrote to a tensor since, what was written counts. (Collectives, and writes to ``.data``, do not make
+    a new version.) Inference tensors have no version, so their values are never trusted.
     """
 
     def __init__(self) -> None:
@@ -31,30 +31,30 @@ class Trusted:
         """Remember the values of these tensors, and of no others."""
         self._tensors, self._values = list(tensors), list(values)
         self._marks = _mark(self._tensors)
-        self._memories = list(map(Tensor.untyped_storage, _get_shards(self._tensors)))  # no address is used again
+        self._memories = list(map(Tensor.untyped_storage, _get_shards(self._tensors)))  # so that no address is reused
 
     def renew(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> None:
-        """Remember these values, which ``get`` has just returned, for their tensors, which were written to since."""
+        """Remember the values that ``get`` has just returned, for the new versions of their tensors."""
         if values is self._values and self._are(tensors):
             self._marks = (_get_versions(self._tensors), *self._marks[1:])
         else:
             self.keep(tensors, values)
 
     def get(self, tensors: Sequence[Tensor]) -> list[Any] | None:
-        """Return the values of exactly these tensors, None where one of them is not trusted."""
+        """Return the values of exactly these tensors, None if one of them is not trusted."""
         return self._values if self._are(tensors) and _mark(self._tensors) == self._marks else None
 
     def _are(self, tensors: Sequence[Tensor]) -> bool:
         return len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
 
     def by_tensor(self) -> dict[int, tuple[Tensor, Any]]:
-        """Return each tensor and value that is still trusted, by the identity of the tensor."""
+        """Return each tensor and value that is still trusted, by the ``id`` of the tensor."""
         then, now = zip(*self._marks, strict=True), zip(*_mark(self._tensors), strict=True)
         columns = zip(self._tensors, self._values, then, now, strict=True)
         return {id(tensor): (tensor, value) for tensor, value, old, new in columns if old == new}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is still trusted; versions are not those of a copy."""
+        """Return what is still trusted, without versions, which a copy does not have."""
         return {"pairs": list(self.by_tensor().values())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -63,13 +63,13 @@ class Trusted:
 
 
 def _mark(tensors: list[Tensor]) -> tuple[list[Any], ...]:
-    """Return what changes whenever a tensor is written to or given other memory by ``.data``, in columns."""
+    """Return, in columns, what changes whenever a tensor is written to or gets other memory by ``.data``."""
     addresses, strides = list(map(Tensor.data_ptr, _get_shards(tensors))), list(map(Tensor.stride, tensors))
     return _get_versions(tensors), addresses, strides, list(map(_layout, tensors))
 
 
 def _get_versions(tensors: list[Tensor]) -> list[Any]:
-    """Return versions; that of an inference tensor, which has none, is like no other."""
+    """Return the version of each tensor; an inference tensor has none and gets a new object, which equals no other."""
     try:
         return list(map(_version, tensors))
     except RuntimeError:

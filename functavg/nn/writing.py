@@ -24,8 +24,8 @@ M = TypeVar("M", bound=Module)
 _PARAMETRIZE = "torch.nn.utils.parametrize"
 
 
-def targets(model: Module, values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the tensors of a model that the values are for, and the values; a tensor of two names is written once.
+def _find_targets(model: Module, values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the tensors of a model that have the names of the values, and the values; tied ones once.
 
     Raises:
         ValueError: the model has no such tensors; the message names them.
@@ -42,8 +42,8 @@ def targets(model: Module, values: Mapping[str, Any]) -> tuple[dict[str, Tensor]
 
 
 def _name_tensors(model: Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the tensors of a model by name, also as its wrappers spell them if one of these names asks for it."""
-    known = dict(pairing.tensors(model))
+    """Return the tensors of a model by name, and by the longer names that wrappers give them if ``names`` has any."""
+    known = dict(pairing.named_tensors(model))
     if all(name in known for name in names):
         return known
     spelled = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
@@ -51,13 +51,13 @@ def _name_tensors(model: Module, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def write(model: Module, values: Mapping[str, Any]) -> None:
-    """Copy values into the tensors of a model in place; sharded parameters are sharded before and after.
+    """Copy values into the tensors of a model in place; FSDP2 modules are resharded before and after.
 
     Raises:
         TypeError, ValueError: a value does not fit; nothing was written.
     """
     pairing.reshard(model)
-    tensors, news = targets(model, values)
+    tensors, news = _find_targets(model, values)
     lerp(tensors, news, 1.0, inplace=True)
     drop_derived_values()
     pairing.reshard(model)
@@ -67,12 +67,12 @@ def write(model: Module, values: Mapping[str, Any]) -> None:
 def exchange(
     model: M, read: Callable[[], Mapping[str, Any]], backup_device: Any = None, source: Iterable[Module] = ()
 ) -> Iterator[M]:
-    """Write values into the tensors of a model inside a ``with`` block, and what they held before after it.
+    """Write values into the tensors of a model inside a ``with`` block, and restore their old values after it.
 
     Args:
         model: the model.
         read: returns the values by name.
-        backup_device: where to keep what the tensors held. Default: where each is.
+        backup_device: where to keep the old values. Default: where each is.
         source: the modules that hold the values. Default: none.
 
     Yields:
@@ -80,7 +80,7 @@ def exchange(
 
     Raises:
         TypeError, ValueError: a value does not fit, or the backup would hold no values; nothing was written. At exit:
-            tensors of the model were replaced by others that cannot take what they held; the message names them, and
+            tensors of the model were replaced by others that cannot take the old values; the message names them, and
             all others were restored. An error of the block stays that error, with a note.
         RuntimeError: the device is not available.
     """
@@ -89,7 +89,7 @@ def exchange(
     with unmerged(model, *source):
         values = read()
         pairing.reshard(model)
-        tensors, _ = targets(model, values)
+        tensors, _ = _find_targets(model, values)
         if device is not None and device.type == "meta" and not all(tensor.is_meta for tensor in tensors.values()):
             raise ValueError("backup_device='meta' keeps no values, and the training weights would be lost; pass 'cpu'")
         with torch.inference_mode(False), torch.no_grad():
@@ -101,22 +101,19 @@ def exchange(
     try:
         yield model
     except BaseException as error:
-        problem = _restore_(model, before)
-        if problem is not None and hasattr(error, "add_note"):  # of Python 3.11
+        with unmerged(model):
+            problem = _restore_(model, before)
+        if problem is not None and hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(problem)
         raise
-    problem = _restore_(model, before)
+    with unmerged(model):
+        problem = _restore_(model, before)
     if problem is not None:
         raise ValueError(problem)
 
 
 def _restore_(model: Module, before: Mapping[str, Tensor]) -> str | None:
-    """Give tensors what they held before, each that can take it; return a message that names the others."""
-    with unmerged(model):
-        return _restore_unmerged_(model, before)
-
-
-def _restore_unmerged_(model: Module, before: Mapping[str, Tensor]) -> str | None:
+    """Restore the old values of all tensors that can take them; return a message that names the others."""
     pairing.reshard(model)
     there = _name_tensors(model, before)
     values = {name: value for name, value in before.items() if name in there}

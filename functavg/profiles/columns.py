@@ -76,7 +76,7 @@ def weigh(rule: WeightRule, gaps: NDArray[np.int64], progress: Progress = False)
     """Return the weight of the newest iterate at each update of a run.
 
     Raises:
-        TypeError, ValueError: the rule gives something that is no weight.
+        TypeError, ValueError: the rule gives something that is not a weight.
     """
     counts = np.cumsum(gaps) - gaps
     weights = _weigh_at_once(rule, counts, gaps) if len(gaps) > SAMPLES else None
@@ -89,7 +89,7 @@ def weigh(rule: WeightRule, gaps: NDArray[np.int64], progress: Progress = False)
 
 
 def _weigh_at_once(rule: WeightRule, counts: NDArray[np.int64], gaps: NDArray[np.int64]) -> NDArray[np.float64] | None:
-    """Return all weights by one call, None where the formula does not take columns, or means something else by them.
+    """Return all weights by one call, None if the formula does not take columns, or means something else by them.
 
     Rules check what the host knows, and no value on a device: where a weight is out of [0, 1], hosts have to tell.
     """

@@ -58,8 +58,8 @@ def profile(rule: AveragingRule, steps: int | Iterable[int], *, progress: Progre
         combinators.
 
     Raises:
-        TypeError: ``rule`` is no rule, or applies a function of averages (``AvgFn``), whose weights are not known;
-            ``steps`` is no number or sequence of integers; ``progress`` is neither a bool nor callable.
+        TypeError: ``rule`` is not a rule, or applies a function of averages (``AvgFn``), whose weights are not known;
+            ``steps`` is not a number or sequence of integers; ``progress`` is neither a bool nor callable.
         ValueError: ``steps`` or a gap is less than 1; a weight is not finite; a plan computes with arrays itself.
         ImportError: a bar is asked for, and rich is not installed.
 

@@ -97,16 +97,12 @@ class Run:
     def extend(self, gaps: Sequence[int], progress: Progress = False) -> None:
         """Go on for as many updates as there are gaps."""
         for steps in track(gaps, progress, description="plans"):
-            self.update(steps)
-
-    def update(self, steps: int) -> None:
-        """Go on by one update."""
-        self.updates += 1
-        params = _make_symbol(Node(next(self.orders), index=self.updates))
-        before = self.state
-        planned = self.rule.plan(params, before, steps)
-        memory = before.memory if planned.memory is before.memory else self.settle(planned.memory)
-        self.state = AverageState(planned.count, self.settle(planned.average), memory)
+            self.updates += 1
+            params = _make_symbol(Node(next(self.orders), index=self.updates))
+            before = self.state
+            planned = self.rule.plan(params, before, steps)
+            memory = before.memory if planned.memory is before.memory else self.settle(planned.memory)
+            self.state = AverageState(planned.count, self.settle(planned.average), memory)
 
     def weights(self, known: dict[Node, NDArray[np.float64]]) -> PyTree:
         """Return the weights in each array of the average, that of the initial model first; ``known`` is added to."""

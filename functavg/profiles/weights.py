@@ -35,7 +35,7 @@ class Profile:
         name: what was averaged by, for tables and plots. Default: ``"average"``.
 
     Raises:
-        ValueError: ``weights`` and ``times`` are no vectors of one length of at least 1, a weight is not finite, or
+        ValueError: ``weights`` and ``times`` are not vectors of one length of at least 1, a weight is not finite, or
             ``times`` do not increase from above 0.
 
     Example:

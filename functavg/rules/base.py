@@ -103,7 +103,7 @@ class AveragingRule(ABC):
             The grown state; leaves that the old one has are the same arrays.
 
         Raises:
-            TypeError: ``state`` is no AverageState, or a new leaf cannot be averaged.
+            TypeError: ``state`` is not an AverageState, or a new leaf cannot be averaged.
             ValueError: a leaf of the old state would vanish or change its shape.
 
         Example:
@@ -197,7 +197,7 @@ def check_rule(rule: Any, name: str = "rule") -> AveragingRule:
     """Return ``rule`` if it is one.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a rule.
     """
     if isinstance(rule, AveragingRule):
         return rule
@@ -214,7 +214,7 @@ def is_rule_class(value: Any) -> bool:
 
 
 def _check_order(params: PyTree, state: Any, call: str) -> None:
-    """Raise a TypeError unless the state is one and the params are none."""
+    """Raise a TypeError unless ``state`` is a state and ``params`` is not."""
     if isinstance(params, AverageState):
         swapped = "" if isinstance(state, AverageState) else "; `params` and `state` are swapped"
         raise TypeError(f"{call}: params must be a tree of arrays, got an AverageState{swapped}")

@@ -62,7 +62,7 @@ class AvgFn(AveragingRule):
         grouped: whether ``fn`` takes lists of tensors and works in place. Default: ``False``.
 
     Raises:
-        TypeError: ``fn`` is not callable. At ``update``: leaves are no torch tensors, where ``grouped``.
+        TypeError: ``fn`` is not callable. At ``update``: leaves are not torch tensors, if ``grouped``.
         ValueError: at ``update``, ``fn`` returned something of another shape.
 
     Example:

@@ -7,6 +7,7 @@ __all__: list[str] = []
 from typing import Any
 
 from functavg import trees
+from functavg.rules.saved import get_shape
 from functavg.state import AverageState, T
 
 
@@ -26,7 +27,7 @@ def grow_state(state: AverageState[Any], fresh: AverageState[T]) -> AverageState
                 f"{where} would vanish: the params have no such leaf. "
                 "Pass params with every leaf that the state has, or start anew with `init`"
             )
-        shape, new_shape = (tuple(getattr(leaf, "shape", ())) for leaf in (old, leaves[indices[path]]))
+        shape, new_shape = map(get_shape, (old, leaves[indices[path]]))
         if shape != new_shape:
             raise ValueError(
                 f"{where} has shape {shape}, the params have {new_shape}; extend adds leaves and resizes none"

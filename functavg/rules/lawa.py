@@ -31,7 +31,7 @@ class LAWA(AveragingRule):
         window: the number of iterates to average, at least 1.
 
     Raises:
-        TypeError: ``window`` is no integer.
+        TypeError: ``window`` is not an integer.
         ValueError: ``window`` is less than 1.
 
     Example:

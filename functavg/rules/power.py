@@ -25,7 +25,7 @@ class PowerEMA(WeightRule):
         gamma: exponent of the profile, at least 0.
 
     Raises:
-        TypeError: ``gamma`` is no number.
+        TypeError: ``gamma`` is not a number.
         ValueError: ``gamma`` is negative, infinite or NaN.
 
     Example:

@@ -32,7 +32,7 @@ class Saved:
     average: str = "average"
 
     def written_by(self, rule: object) -> Saved | None:
-        """Return what a rule of this class wrote, in this place or behind gates in it; None where none did."""
+        """Return what a rule of this class wrote, in this place or behind gates in it; None if none did."""
         writer = self.rules.get(self.memory, "").partition("(")[0]
         if writer == type(rule).__name__:
             return self
@@ -40,7 +40,7 @@ class Saved:
         return replace(self, memory=inner).written_by(rule) if inner in self.rules else None
 
     def part(self, key: Any, average: str | None = None) -> Saved | None:
-        """Return what is saved of one rule of several, None where there is none.
+        """Return what is saved of one rule of several, None if there is none.
 
         Args:
             key: its key.
@@ -64,7 +64,7 @@ class Saved:
         fits = [
             index
             for index, (name, leaf) in enumerate(zip(names, leaves, strict=True))
-            if name in self.values and _shape(self.values[name]) == _shape(leaf)
+            if name in self.values and get_shape(self.values[name]) == get_shape(leaf)
         ]
         loaded = load_leaves([names[index] for index in fits], [leaves[index] for index in fits], self.values)
         keys = identities(leaves)
@@ -101,7 +101,8 @@ def load_leaves(names: Sequence[str], leaves: Sequence[Any], saved: Mapping[str,
     return [firsts.setdefault(key, value) for key, value in zip(identities(leaves), loaded, strict=True)]
 
 
-def _shape(value: Any) -> tuple[int, ...]:
+def get_shape(value: Any) -> tuple[int, ...]:
+    """Return the shape of an array, () for anything else."""
     return tuple(getattr(value, "shape", ()))
 
 

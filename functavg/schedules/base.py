@@ -50,7 +50,7 @@ def rate_of(decay: float | Callable[[Any], Any], u: Weight) -> Weight:
     """Return 1 - decay at the clock ``u``, of a schedule, of a function that gives the decay, or of a constant.
 
     Raises:
-        TypeError: what the function returned is no number.
+        TypeError: what the function returned is not a number.
         ValueError: it is a host number that is out of range or NaN.
     """
     if isinstance(decay, Schedule):

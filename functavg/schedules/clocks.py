@@ -27,7 +27,7 @@ class After(Schedule):
         start: steps before it starts, an integer of at least 0.
 
     Raises:
-        TypeError: ``decay`` is neither a number nor callable, or ``start`` is no integer.
+        TypeError: ``decay`` is neither a number nor callable, or ``start`` is not an integer.
         ValueError: an argument is out of range or NaN.
 
     Example:
@@ -64,7 +64,7 @@ class Stretched(Schedule):
         interval: steps to one tick, a positive integer.
 
     Raises:
-        TypeError: ``decay`` is not callable, or ``interval`` is no integer.
+        TypeError: ``decay`` is not callable, or ``interval`` is not an integer.
         ValueError: ``interval`` is not positive.
 
     Example:

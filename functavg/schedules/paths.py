@@ -54,7 +54,7 @@ class Linear(_Path):
         duration: steps from ``first`` to ``last``, a positive integer.
 
     Raises:
-        TypeError: a decay is no number, or ``duration`` no integer.
+        TypeError: a decay is not a number, or ``duration`` is not an integer.
         ValueError: an argument is out of range or NaN.
 
     Example:
@@ -81,7 +81,7 @@ class Cosine(_Path):
         duration: steps from ``first`` to ``last``, a positive integer.
 
     Raises:
-        TypeError: a decay is no number, or ``duration`` no integer.
+        TypeError: a decay is not a number, or ``duration`` is not an integer.
         ValueError: an argument is out of range or NaN.
 
     Example:

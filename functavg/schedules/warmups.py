@@ -27,7 +27,7 @@ class Constant(Schedule):
         decay: the decay per step in [0, 1].
 
     Raises:
-        TypeError: ``decay`` is no number.
+        TypeError: ``decay`` is not a number.
         ValueError: ``decay`` is out of range or NaN.
 
     Example:
@@ -60,7 +60,7 @@ class TFWarmup(Schedule):
         min_decay: the decay at least, in [0, decay]. Default: 0.
 
     Raises:
-        TypeError: an argument is no number.
+        TypeError: an argument is not a number.
         ValueError: an argument is out of range or NaN.
 
     Example:
@@ -103,7 +103,7 @@ class InversePower(Schedule):
         start: steps before the ramp starts; until then the decay is ``min_decay``. Default: 0.
 
     Raises:
-        TypeError: an argument is no number, or ``start`` no integer.
+        TypeError: an argument is not a number, or ``start`` is not an integer.
         ValueError: an argument is out of range or NaN.
 
     Example:
@@ -144,7 +144,7 @@ class ExponentialRamp(Schedule):
         tau: the time constant of the approach in steps, positive. Default: 2000.
 
     Raises:
-        TypeError: an argument is no number.
+        TypeError: an argument is not a number.
         ValueError: an argument is out of range or NaN.
 
     Example:
@@ -178,7 +178,7 @@ class HalfLifeRamp(Schedule):
         fraction: the half-life over the time so far, positive. Default: 0.09.
 
     Raises:
-        TypeError: an argument is no number.
+        TypeError: an argument is not a number.
         ValueError: an argument is out of range or NaN.
 
     Example:

@@ -26,7 +26,7 @@ def check_shards(average: Any, new: Any, name_of: Callable[[], str]) -> None:
 
     Raises:
         TypeError: one is a DTensor and the other is not.
-        ValueError: they are DTensors of other meshes or placements.
+        ValueError: their meshes or placements differ.
     """
     if is_sharded(average) != is_sharded(new):
         expected, got = ("a DTensor", "a plain tensor") if is_sharded(average) else ("a plain tensor", "a DTensor")
@@ -48,10 +48,10 @@ def check_shards(average: Any, new: Any, name_of: Callable[[], str]) -> None:
 
 
 def check_shape(average: Any, new: Any, name_of: Callable[[], str]) -> None:
-    """Check that two tensors, sharded ones as a whole, have one shape.
+    """Check that two tensors have the same shape, that of the whole tensor if they are sharded.
 
     Raises:
-        ValueError: they have not.
+        ValueError: they do not.
     """
     if average.shape != new.shape:
         hint = "a parameter of size 0 is one that an engine has partitioned away, gather it first"
@@ -62,7 +62,7 @@ def check_shape(average: Any, new: Any, name_of: Callable[[], str]) -> None:
 
 
 def get_shards(lists: Sequence[Sequence[Any]], name_of: Callable[[int], str]) -> list[list[Tensor]] | None:
-    """Return lists of tensors with the shard of this rank in the place of each DTensor, None where there is none.
+    """Return the lists with each DTensor replaced by the shard of this rank, None if there are no DTensors.
 
     Args:
         lists: averages and new values, leaf by leaf.
@@ -87,9 +87,9 @@ def get_shards(lists: Sequence[Sequence[Any]], name_of: Callable[[int], str]) ->
 
 
 def _are_alike(lists: Sequence[Sequence[Any]], indices: list[int]) -> bool:
-    """Tell whether DTensors have the same meshes, placements and shapes; lists of the same objects compare fast."""
+    """Tell whether the DTensors at these indices have the same meshes, placements and shapes in all lists."""
     first, *others = (_layouts([leaves[index] for index in indices]) for leaves in lists)
-    return all(other == first for other in others)
+    return all(other == first for other in others)  # fast: items that are the same object count as equal
 
 
 def _layouts(leaves: Sequence[Any]) -> tuple[list[Any], ...]:
@@ -99,13 +99,13 @@ def _layouts(leaves: Sequence[Any]) -> tuple[list[Any], ...]:
 
 
 def get_shard(leaf: Any) -> Tensor:
-    """Return what this rank holds of a DTensor, without a graph; any other tensor as it is."""
+    """Return the shard of this rank of a DTensor, without a graph; any other tensor as it is."""
     shard: Tensor = leaf._local_tensor if is_sharded(leaf) else leaf
     return shard
 
 
 def wrap_shard(shard: Tensor, like: Any) -> Any:
-    """Return the DTensor of this shard that is laid out as another one; for any other tensor the shard itself."""
+    """Return the DTensor of this shard, laid out like ``like``; the shard itself if that is a plain tensor."""
     if not is_sharded(like):
         return shard
     return type(like).from_local(
@@ -114,7 +114,7 @@ def wrap_shard(shard: Tensor, like: Any) -> Any:
 
 
 def distribute(tensor: Tensor, like: Any) -> Any:
-    """Return a tensor that every rank holds as a DTensor that is laid out as another one, without talking to a rank."""
+    """Return a tensor that every rank holds as a DTensor laid out like ``like``, without communication."""
     module = sys.modules["torch.distributed.tensor"]
     replicated = [module.Replicate()] * like.device_mesh.ndim
     everywhere = module.DTensor.from_local(tensor, like.device_mesh, replicated, run_check=False)
@@ -122,9 +122,9 @@ def distribute(tensor: Tensor, like: Any) -> Any:
 
 
 def all_agree(flag: Tensor | bool, leaves: Sequence[Any]) -> Tensor | bool:
-    """Return whether a flag holds on all ranks that share the DTensors among the leaves: one scalar all-reduce a mesh.
+    """Return whether a flag holds on all ranks that hold the DTensors among the leaves.
 
-    Ranks of a mesh that hold nothing of a leaf take part too; those outside of it are not asked.
+    It takes one scalar all-reduce for each dimension of a mesh. Ranks of a mesh whose shards are empty take part too.
     """
     meshes = dict.fromkeys(leaf.device_mesh for leaf in leaves if is_sharded(leaf))
     for mesh in meshes:

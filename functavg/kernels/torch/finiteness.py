@@ -22,7 +22,7 @@ from functavg.kernels.torch.steps import outside_autograd
 def is_finite(leaves: list[Tensor]) -> Tensor | bool:
     """Return whether real and complex leaves hold no NaN and no infinity, as a 0-d tensor; ``True`` if there are none.
 
-    Both show in the extrema of a leaf, which take one pass and no temporary.
+    Either shows in the extrema of a leaf, which take one pass and no temporary.
     """
     grouped = not is_transformed()
     groups: dict[Any, list[Tensor]] = {}
@@ -39,9 +39,9 @@ def is_finite(leaves: list[Tensor]) -> Tensor | bool:
 
 
 def _extrema(leaves: list[Tensor], grouped: bool) -> list[Tensor]:
-    """Return numbers, not finite if an element of the leaves is not: norms on CUDA, elsewhere smallest and largest.
+    """Return 0-d tensors that are all finite only if the leaves are: on CUDA norms, elsewhere minima and maxima.
 
-    On a CPU those take a sixth of the time of the norm. Small leaves are looked at together, as they cost a call each.
+    On a CPU the latter take a sixth of the time of a norm. Small leaves are joined first, as each would cost a call.
     """
     if leaves[0].is_complex():
         leaves = [torch.view_as_real(leaf.resolve_conj()) for leaf in leaves]

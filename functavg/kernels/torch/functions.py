@@ -70,7 +70,7 @@ def _apply_leaves(
                 f"{name_of(index)}: avg_fn must return the new average, a tensor of shape {tuple(old.shape)}, got {got}"
             )
         leaves.append(copy_(old, moved) if inplace else moved.to(old.device, old.dtype, copy=True))
-        del moved  # so that the next one can take its memory
+        del moved  # so that the next one can reuse its memory
     return leaves
 
 

@@ -1,4 +1,4 @@
-"""What a tensor is to an average, and groups of tensors that go into one call."""
+"""Which tensors can be averaged, and groups of tensors that go into one call."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from functavg.kernels import dtypes
 KINDS = {
     dtype: dtypes.kind_of(dtypes.name_of(dtype)) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
-"""BOOL, INTEGER, REAL or COMPLEX by dtype, None for what cannot be averaged; names are too slow for each leaf."""
+"""BOOL, INTEGER, REAL or COMPLEX by dtype, None for what cannot be averaged; names are slow to look up."""
 COMPLEX = {dtype for dtype, kind in KINDS.items() if kind == dtypes.COMPLEX}
 POOR = {dtype for dtype in KINDS if dtype == torch.complex32 or (dtype.is_floating_point and dtype.itemsize == 1)}
-"""Dtypes that torch computes with too little for a step: float8 and complex32."""
+"""Dtypes with too few operations in torch for a step: float8 and complex32."""
 
 PLAIN: set[type[Tensor]] = {Tensor, Parameter}
-"""Classes of tensors that are no more than that; others may compute, place or share their values in their own way."""
+"""The classes of plain tensors; others may compute, place or share their values in their own way."""
 
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Leaves of one dtype and device: for each average its tensors, and the new ones."""
+    """Leaves that go into one call: the tensors of each average and the new ones, each list of one dtype and device."""
 
     indices: Sequence[int]
     averages: list[list[Tensor]]
@@ -38,7 +38,7 @@ class Group:
     alike: bool
     """Whether the new tensors have the dtype and the device of all the averages."""
     foreach: bool
-    """Whether the grouped kernels know these tensors; elsewhere each leaf is a call of its own."""
+    """Whether the foreach kernels take these tensors; otherwise each leaf is a call of its own."""
     wholes: list[list[Tensor]] | None = None
     """The averages as DTensors where the lists hold their shards."""
 
@@ -50,7 +50,7 @@ def kind_of(leaf: Tensor) -> int | None:
 
 def refusal(leaf: Any) -> str | None:
     """Return why a tensor cannot be averaged, or None."""
-    # is_lazy does not go through torch.compile; isinstance takes long, as the metaclass of Parameter has its own.
+    # torch.compile cannot trace is_lazy; isinstance takes long, as the metaclass of Parameter overrides it.
     if type(leaf) not in PLAIN and isinstance(leaf, (UninitializedBuffer, UninitializedParameter)):
         return "an uninitialised (lazy) parameter; run one forward pass first"
     if is_partitioned(leaf):
@@ -70,5 +70,5 @@ def is_partitioned(leaf: Any) -> bool:
 
 
 def is_transformed() -> bool:
-    """Tell whether a transform is at work that has no rule for the grouped kernels: a compiler, vmap."""
+    """Tell whether a transform is active that has no rule for the foreach kernels: torch.compile, vmap."""
     return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None

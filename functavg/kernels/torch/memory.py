@@ -1,4 +1,4 @@
-"""Which tensors lie over one memory, and which averages a step in place can write to."""
+"""Which tensors are aliased, and which averages a step in place can write to."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _nbytes = operator.attrgetter("nbytes")
 
 
 def are_disjoint(leaves: list[Tensor], starts: list[int]) -> bool:
-    """Tell whether dense tensors at these addresses all lie apart; False also where it cannot be told at one look."""
+    """Tell whether dense tensors at these addresses all lie apart; False also if one look cannot tell."""
     is_contiguous = all(map(Tensor.is_contiguous, leaves))
-    if not is_contiguous and any(map(_is_expanded, leaves)):
+    if not is_contiguous and any(map(is_expanded, leaves)):
         return False
     return memory.are_disjoint(starts, map(_nbytes if is_contiguous else _reach, leaves))
 
 
 def identities(leaves: Sequence[Any]) -> Sequence[Hashable]:
-    """Return what is equal for tensors in one place of memory: two objects may be one weight, as in a state_dict."""
-    if torch.compiler.is_compiling():  # which would take numbers for constants
+    """Return a key for each tensor, equal for aliased ones: two objects may be one weight, as in a state_dict."""
+    if torch.compiler.is_compiling():  # addresses would become constants
         return leaves
     if is_transformed():
         return list(map(id, leaves))
@@ -44,11 +44,11 @@ def _identity(leaf: Any) -> Hashable:
 
 
 def check_writable(averages: Sequence[Any], news: Sequence[Any], name_of: Callable[[int], str]) -> None:
-    """Check that each average has elements of its own to write to, which no other average or new value reads.
+    """Check that each average has memory of its own to write to, which no other average or new value overlaps.
 
     Args:
         averages: distinct averages.
-        news: nothing, or the new value of each.
+        news: an empty list, or the new value of each.
         name_of: returns the path of a leaf.
 
     Raises:
@@ -59,7 +59,7 @@ def check_writable(averages: Sequence[Any], news: Sequence[Any], name_of: Callab
         return
     averages, news = list(map(get_shard, averages)), list(map(get_shard, news))
     for index, leaf in enumerate(averages):
-        if _is_expanded(leaf):
+        if is_expanded(leaf):
             raise TypeError(
                 f"{name_of(index)}: expected an average with memory for each element, got an expanded tensor, which "
                 "cannot be written to in place; pass its clone(), or inplace=False"
@@ -82,7 +82,8 @@ def _has_address(leaf: Any) -> bool:
     return type(leaf) in PLAIN and not leaf.is_nested and leaf.layout == torch.strided and leaf.data_ptr() != 0
 
 
-def _is_expanded(leaf: Any) -> bool:
+def is_expanded(leaf: Any) -> bool:
+    """Tell whether several elements of a tensor are one in memory."""
     if leaf.is_nested or leaf.layout != torch.strided or is_lazy(leaf) or leaf.numel() == 0:
         return False
     return any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))

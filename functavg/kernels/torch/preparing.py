@@ -37,7 +37,7 @@ def prepare(
     inplace: bool = False,
     apart: bool = True,
 ) -> list[Group] | None:
-    """Return the groups of leaves that belong into one call each; None where they may not lie apart in memory.
+    """Return the leaves in groups of one call each; None if they may overlap in memory.
 
     Raises:
         TypeError, ValueError: a new leaf cannot go into an average, or tensors overlap; the message names them.
@@ -67,10 +67,10 @@ def prepare(
 
 
 def _group_at_one_look(lists: Lists, count: int, apart: int) -> list[Group] | None:
-    """Return the groups of plain dense tensors that fit; None where that takes a closer look.
+    """Return the groups of plain dense tensors that fit; None if that takes a closer look.
 
-    Each fact is read once, in a loop of C, as there may be thousands of leaves. The leaves of the first ``apart`` lists
-    have to lie apart in memory. What has none (it is on meta, empty, or partitioned away) is looked at closer.
+    Each fact is read once, in a loop in C, as there may be thousands of leaves. The leaves of the first ``apart`` lists
+    have to lie apart in memory. Those without memory (on meta, empty, or partitioned away) take a closer look.
     """
     leaves = list(itertools.chain(*lists))
     if not PLAIN.issuperset(map(type, leaves)):
@@ -97,7 +97,7 @@ def _group_at_one_look(lists: Lists, count: int, apart: int) -> list[Group] | No
 
 
 def _split(size: int, *facts: list[Any]) -> dict[tuple[Any, ...], Sequence[int]]:
-    """Return the indices of leaves with all facts in common, by these; each list has ``size``, one after another."""
+    """Group the indices of leaves by their facts; each holds ``size`` values for every list, one list after another."""
     starts = range(0, len(facts[0]), size)
     columns = [fact[start : start + size] for fact in facts for start in starts]
     if [column.count(column[0]) for column in columns] == [size] * len(columns):
@@ -109,7 +109,7 @@ def _split(size: int, *facts: list[Any]) -> dict[tuple[Any, ...], Sequence[int]]
 
 
 def _make_group(lists: Lists, count: int, indices: Sequence[int], row: tuple[Any, ...]) -> Group:
-    """Return the group of leaves with a row of dtypes, devices and classes; no classes stand for torch's own."""
+    """Return the group of leaves with a row of dtypes, devices and classes; without classes, those of torch."""
     dtypes, devices, classes = row[: len(lists)], row[len(lists) : 2 * len(lists)], row[2 * len(lists) :]
     alike = dtypes[:count].count(dtypes[count]) == devices[:count].count(devices[count]) == count
     lists = [_take(leaves, indices) for leaves in lists]
@@ -132,14 +132,14 @@ def _group_leaves(
 
 
 def _take(leaves: list[Any], indices: Sequence[int]) -> list[Any]:
-    """Return the leaves of these indices; a range is that of all."""
+    """Return the leaves at these indices; a range is always that of all leaves."""
     return leaves if type(indices) is range else [leaves[index] for index in indices]
 
 
 def _check_leaves(
     lists: Lists, count: int, name_of: Callable[[int], str], check: Callable[[Any, Any, Callable[[], str]], None]
 ) -> None:
-    """Check leaf by leaf that new ones fit into the averages and the roundings."""
+    """Check leaf by leaf that the new ones fit into the averages and the roundings."""
     *averages, news = *lists[:count], *lists[count + 1 :], lists[count]
     for index, new in enumerate(news):
         for average in [olds[index] for olds in averages]:

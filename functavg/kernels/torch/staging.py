@@ -1,4 +1,4 @@
-"""Steps into averages of another dtype or device than the new values, converted through one small buffer."""
+"""Steps towards new values of another dtype or device, which are converted through one small buffer."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _convert(leaves: list[Tensor], stage: Tensor) -> list[Tensor]:
 
 
 def batch(lists: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """Yield the leaves that have elements, large ones in pieces, in batches that fit into the buffer together.
+    """Yield the leaves in batches that fit into the buffer, large ones in pieces, without empty ones.
 
     Args:
         lists: leaves of the same shapes in each list.

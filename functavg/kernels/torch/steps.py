@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 def outside_autograd(fn: Callable[P, R]) -> Callable[P, R]:
-    """Run a function without autograd, and outside inference mode, in which a new tensor could never leave it."""
+    """Run a function without autograd and outside inference mode, whose tensors would stay inference tensors."""
 
     @functools.wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -45,7 +45,7 @@ def copy(leaf: Tensor, dtype: str | None, device: Any) -> Tensor:
 
 @outside_autograd
 def cast(leaf: Tensor, like: Tensor) -> Tensor:
-    """Return ``leaf`` with the dtype and the device of ``like``; itself where it has them."""
+    """Return ``leaf`` with the dtype and the device of ``like``; itself if it has them."""
     return leaf.to(device=like.device, dtype=like.dtype)
 
 
@@ -84,7 +84,7 @@ def _lerp_group(group: Group, weights: list[Weight], inplace: bool) -> list[list
 
 
 def wrap_shards(group: Group, results: list[list[Tensor]]) -> list[list[Tensor]]:
-    """Return the DTensors of which a group's results are the shards, those of the group where they were written to."""
+    """Return the results of a group as DTensors if they are shards; its own DTensors if these were written to."""
     if group.wholes is None:
         return results
     return [
@@ -99,7 +99,7 @@ def wrap_shards(group: Group, results: list[list[Tensor]]) -> list[list[Tensor]]
 
 
 def _weight_of(weight: Weight, leaf: Tensor) -> Weight:
-    """Return the weight for leaves like this one: an integer that moves at all takes the newest value."""
+    """Return the weight for leaves like this one: integers and bools take the newest value unless it is 0."""
     if is_host(weight) and weight != 0 and kind_of(leaf) in (dtypes.BOOL, dtypes.INTEGER):
         return 1
     return weight
@@ -161,7 +161,7 @@ def lerp_leaf(old: Tensor, new: Tensor, weight: Weight, inplace: bool) -> Tensor
 
 
 def _lerp_leaf_where(old: Tensor, new: Tensor, weight: Tensor, inplace: bool) -> Tensor:
-    """Return one leaf after a step whose weight only the device knows."""
+    """Return one leaf after a step whose weight is a tensor."""
     weight = weight.to(old.device)
     if kind_of(old) in (dtypes.BOOL, dtypes.INTEGER):
         result = torch.where(weight == 0, old, new.to(old.device, old.dtype))
@@ -190,7 +190,7 @@ def copy_(old: Tensor, new: Tensor) -> Tensor:
 
 
 def try_steps(groups: list[Group], weights: list[Weight], inplace: bool, name_of: Callable[[int], str]) -> None:
-    """Check that tensors of other classes than torch's own can take their steps, by taking them into new memory.
+    """Check that tensors of classes that are not torch's own can take their steps, by trying them on copies.
 
     Raises:
         TypeError: one cannot; the message names it.
