@@ -42,7 +42,7 @@ class HeldState:
         self.memory: Any = ()
         self.averages: Any = None  # all averages, with None for the first
         self.keys: tuple[str, ...] = ()  # that lead to the first of several averages
-        self.was_reset = False
+        self.was_reset: bool = False
         self._tied = False
         self._count = 0
         self._known_count = Trusted()

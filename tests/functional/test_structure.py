@@ -24,7 +24,6 @@ class Layer(NamedTuple):
     bias: Any
 
 
-@optree.register_pytree_node_class(namespace="functavg")
 class Pair:
     """A user's container, registered with optree."""
 
@@ -34,12 +33,13 @@ class Pair:
     def __repr__(self) -> str:
         return f"Pair({self.left}, {self.right})"
 
-    def __tree_flatten__(self) -> Any:
-        return (self.left, self.right), None, ("left", "right")
 
-    @classmethod
-    def __tree_unflatten__(cls, metadata: Any, children: Any) -> Pair:
-        return cls(*children)
+optree.register_pytree_node(
+    Pair,
+    lambda pair: ((pair.left, pair.right), None, ("left", "right")),
+    lambda metadata, children: Pair(*children),
+    namespace="functavg",
+)
 
 
 def update(old: Any, new: Any) -> Any:
