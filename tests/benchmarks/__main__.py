@@ -229,7 +229,7 @@ _HEAD = """# Performance
 
 What one update of an average costs, beside what else you could call. On a large model an update takes as long as it
 takes to read two values and write one for each parameter, which is little beside a step of training. On a small net it
-is some tens of microseconds of Python, a little more than the class of torch takes, which checks nothing.
+is some tens of microseconds of Python, about as many as the class of torch takes, which checks nothing.
 
 Measured in {clock}: {machine}, with Python {python}, torch {torch} and numpy {numpy}, by
 
