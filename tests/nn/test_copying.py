@@ -452,6 +452,29 @@ def test_a_closure_over_the_model_is_named_and_one_over_something_else_is_not():
         AveragedModel(model, rule=EMA(0.75))
 
 
+def test_a_partial_over_the_model_inside_a_closure_is_named():
+    model = Scaled()
+    inner = functools.partial(Scaled.encode, model)
+    model.encode = lambda x: 1.0 * inner(x)
+    with pytest.warns(UserWarning, match="^encode of the model stands for"):
+        AveragedModel(model, rule=EMA(0.75))
+
+
+def test_functions_that_refer_to_themselves_or_to_nothing_yet_are_not_named():
+    def halve(x, least=1.0):
+        return x if x <= least else halve(x / 2)
+
+    def call_later(x):
+        return later(x)
+
+    model = Scaled()
+    model.halve, model.call_later = halve, call_later
+    averaged = AveragedModel(model, rule=EMA(0.75))
+    assert averaged.module.halve is halve
+    later = abs
+    assert averaged.module.call_later(-1) == 1
+
+
 def test_an_average_does_not_keep_its_model_alive():
     model = Net()
     averaged = AveragedModel(model)
