@@ -6,12 +6,13 @@ import multiprocessing
 import os
 import random
 import time
+import types
 
 import pytest
 import torch
 
 from functavg import checkpoints
-from functavg.checkpoints import pieces
+from functavg.checkpoints import atomic, pieces
 from tests.checkpoints.files import FORMATS, load, save
 from tests.checkpoints.killed import average_forever
 
@@ -67,3 +68,12 @@ def test_the_disk_follows_while_the_file_is_written(tmp_path, suffix, monkeypatc
     assert len(sizes) == 2
     assert 0 < sizes[0] <= sizes[1] < os.path.getsize(inputs[0]) * 1.5
     assert all(torch.equal(value, tensors[name]) for name, value in load(tmp_path / f"out{suffix}").items())
+
+
+def test_a_system_without_folders_to_sync_and_without_advice_has_the_file_all_the_same(tmp_path, monkeypatch):
+    """As Windows is."""
+    system = {name: value for name, value in vars(os).items() if name != "posix_fadvise"}
+    monkeypatch.setattr(atomic, "os", types.SimpleNamespace(**system | {"name": "nt"}))
+    path = save(tmp_path / "in.safetensors", {"w": torch.ones(2)})
+    checkpoints.average([path], tmp_path / "out.safetensors")
+    assert torch.equal(load(tmp_path / "out.safetensors")["w"], torch.ones(2))

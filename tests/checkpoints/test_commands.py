@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 import functavg
 from functavg import checkpoints
 from functavg.__main__ import main
+from functavg.checkpoints.safetensors_reader import SafetensorsReader
 from tests.checkpoints.files import load, names_in, save
 
 ROOT = Path(__file__).parents[2]
@@ -320,12 +322,41 @@ def test_it_runs_as_a_module():
     assert "swa" in done.stdout
 
 
-def test_without_its_libraries_it_says_what_to_install():
-    code = "import sys; sys.modules['typer'] = None; from functavg.__main__ import main; main()"
-    process = started(code=code)
-    _, err = process.communicate()
-    assert process.returncode == 1
+def test_without_its_libraries_it_says_what_to_install(run, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("functavg.commands")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    code, _, err = run("profile", "swa", "--steps", "10")
+    assert code == 1
     assert "the command needs typer, which is not installed: pip install 'functavg[cli]'" in err
+
+
+def test_a_missing_module_that_no_extra_installs_is_an_error_of_its_own(monkeypatch):
+    monkeypatch.setitem(sys.modules, "functavg.commands", None)
+    with pytest.raises(ModuleNotFoundError, match=r"functavg\.commands"):
+        main(["profile", "swa", "--steps", "10"])
+
+
+def test_running_the_package_runs_the_command(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "functavg.__main__")
+    monkeypatch.setattr(sys, "argv", ["functavg", "profile", "swa", "--steps", "10"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("functavg", run_name="__main__")
+    assert not ended.value.code
+    assert "swa" in capsys.readouterr().out
+
+
+def test_a_command_that_is_told_to_end_removes_its_temporary_file_first(run, folder, monkeypatch):
+    """Its code is that of a shell, 128 and the number of the signal."""
+
+    def end(*args):
+        assert list(folder.glob(".*.tmp"))
+        signal.raise_signal(signal.SIGTERM)
+
+    save(Path("in.safetensors"), {"w": torch.ones(2)})
+    monkeypatch.setattr(SafetensorsReader, "read_piece", end)
+    assert run("average", "in.safetensors", "-o", "out.safetensors")[0] == 143
+    assert names_in(folder) == {"in.safetensors"}
 
 
 @pytest.mark.slow

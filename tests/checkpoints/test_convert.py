@@ -201,7 +201,10 @@ def test_lightning_stochastic_weight_averaging(tmp_path, model):
     average = model_of(5.0).state_dict()
     checkpoint = {
         "state_dict": model.state_dict(),
-        "callbacks": {"StochasticWeightAveraging": {"n_averaged": 7, "average_model_state": average}},
+        "callbacks": {
+            "ModelCheckpoint": {},
+            "StochasticWeightAveraging": {"n_averaged": 7, "average_model_state": average},
+        },
     }
     assert_same(from_file(tmp_path, checkpoint), average)
     assert from_file(tmp_path, checkpoint, to="averaged_model")["n_averaged"] == 7

@@ -165,6 +165,20 @@ def test_an_index_that_does_not_match_its_shards(tmp_path, index, match):
     assert not (tmp_path / "out.safetensors").exists()
 
 
+def test_an_index_that_is_not_there(tmp_path):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json: cannot be read: No such file"):
+        checkpoints.average([tmp_path / "model.safetensors.index.json"], tmp_path / "out.safetensors")
+
+
+def test_a_piece_that_ends_too_early_is_named(tmp_path):
+    path = tmp_path / "short"
+    path.write_bytes(bytes(6))
+    with open(path, "rb") as file:
+        stamp = tensors.Stamp.of(file.fileno())
+    with pytest.raises(CheckpointError, match="short: truncated: 6 bytes of 'w' are missing"):
+        tensors.read_piece(path, stamp, 0, tensors.Piece("w", 0, 3), torch.empty(3))
+
+
 def test_the_output_may_not_be_an_input_also_under_another_name(tmp_path, suffix):
     paths = [save(tmp_path / f"{index}{suffix}", GOOD) for index in range(2)]
     before = paths[1].read_bytes()

@@ -7,6 +7,7 @@ import graphlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -238,6 +239,20 @@ else:
     raise AssertionError
 """
     )
+
+
+@pytest.mark.parametrize("missing", ["torch", "sympy_of_torch"])
+def test_only_a_missing_torch_is_told_to_be_installed(missing: str, tmp_path: Path, monkeypatch: Any) -> None:
+    if missing == "torch":
+        monkeypatch.setitem(sys.modules, "torch", None)
+    else:
+        (tmp_path / "torch.py").write_text(f"import {missing}")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "torch")
+    with pytest.raises(ModuleNotFoundError) as raised:
+        _ = functavg.AveragedModel
+    assert raised.value.name == missing
+    assert ("functavg.AveragedModel needs torch, which is not installed" in str(raised.value)) == (missing == "torch")
 
 
 def test_without_torch_only_what_works_is_listed() -> None:

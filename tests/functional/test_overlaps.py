@@ -11,7 +11,7 @@ from torch import nn
 
 import functavg
 from functavg import EMA, AveragedModel, Every, Freeze, Latest, Partition, Several
-from functavg.kernels.memory import are_disjoint
+from functavg.kernels.memory import are_disjoint, check_overlaps, footprint
 
 OVERLAPPING: dict[str, Any] = {
     "a transpose": lambda w: (w, w.T),
@@ -52,6 +52,22 @@ def test_parts_of_one_memory_that_do_not_overlap_are_averaged_each(library: str,
     functavg.lerp({"a": a, "b": b}, news, 0.5, inplace=True)
     assert (a == 0.5).all()
     assert (b == 0.5).all()
+
+
+def test_interleaved_arrays_that_take_too_long_to_tell_apart_count_as_overlapping() -> None:
+    shape = (1049, 1049, 1049)
+    one = footprint(2**20, shape, (36674, 61119, 85569), 1)
+    other = footprint(2**20 + 64023025, shape, (12223, 12224, 1), 1)
+    with pytest.raises(ValueError, match=r"^a and b overlap in memory"):
+        check_overlaps([one, other], [], "ab".__getitem__)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_leaves_without_elements_stand_beside_transposed_ones(inplace: bool) -> None:
+    old = {"empty": torch.zeros(2, 0), "transposed": torch.zeros(2, 3).T}
+    moved = functavg.lerp(old, {"empty": torch.ones(2, 0), "transposed": torch.ones(3, 2)}, 0.5, inplace=inplace)
+    assert moved["empty"].shape == (2, 0)
+    assert (moved["transposed"] == 0.5).all()
 
 
 @pytest.mark.parametrize("library", ONES)

@@ -433,6 +433,12 @@ def test_before_training_there_is_no_average():
         _ = callback.state
 
 
+def test_a_state_that_waits_for_a_model_is_saved_again_as_it_is():
+    callback, saved = AveragingCallback(SWA()), {"weights": [], "state": {}}
+    callback.load_state_dict(saved)
+    assert callback.state_dict() == saved
+
+
 def test_another_model_is_evaluated_with_its_own_weights():
     callback, other = AveragingCallback(SWA()), DigitsNet()
     trainer = make_trainer(callback)

@@ -397,6 +397,9 @@ def test_a_callback_that_was_added_later_says_how_to_attach_it(tmp_path):
     callback.attach(trainer)
     trainer.train()
     assert callback.state.count == 2
+    later = AveragingCallback(SWA())
+    later.attach(trainer)
+    assert later in trainer.callback_handler.callbacks
     with pytest.raises(RuntimeError, match="follows another Trainer; make a new one for each"):
         callback.attach(make_trainer(tmp_path))
 

@@ -305,6 +305,21 @@ def test_a_copy_that_runs_out_of_memory_raises_that_error(error):
     assert caught.value is error
 
 
+def test_memory_that_runs_out_while_the_cause_of_another_error_is_sought_is_what_is_told():
+    with pytest.raises(MemoryError):
+        AveragedModel(nn.Sequential(Locked(), Full(MemoryError())))
+
+
+def test_a_device_that_is_full_is_not_called_missing(monkeypatch):
+    def fill_up(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = Net()
+    monkeypatch.setattr(torch, "empty", fill_up)
+    with pytest.raises(torch.OutOfMemoryError):
+        AveragedModel(model, device="cpu")
+
+
 def test_a_copy_that_really_runs_out_of_memory_raises_the_error_of_the_allocator():
     model = nn.Linear(1, 1)
     model.register_buffer("huge", torch.zeros(1).expand(2**60))
@@ -452,6 +467,29 @@ def test_a_closure_over_the_model_is_named_and_one_over_something_else_is_not():
         AveragedModel(model, rule=EMA(0.75))
 
 
+def test_a_partial_over_the_model_inside_a_closure_is_named():
+    model = Scaled()
+    inner = functools.partial(Scaled.encode, model)
+    model.encode = lambda x: 1.0 * inner(x)
+    with pytest.warns(UserWarning, match="^encode of the model stands for"):
+        AveragedModel(model, rule=EMA(0.75))
+
+
+def test_functions_that_refer_to_themselves_or_to_nothing_yet_are_not_named():
+    def halve(x, least=1.0):
+        return x if x <= least else halve(x / 2)
+
+    def call_later(x):
+        return later(x)
+
+    model = Scaled()
+    model.halve, model.call_later = halve, call_later
+    averaged = AveragedModel(model, rule=EMA(0.75))
+    assert averaged.module.halve is halve
+    later = abs
+    assert averaged.module.call_later(-1) == 1
+
+
 def test_an_average_does_not_keep_its_model_alive():
     model = Net()
     averaged = AveragedModel(model)
@@ -494,6 +532,14 @@ def test_a_ready_module_may_be_in_another_precision():
     fill(model, 2.0)
     averaged.update_parameters(model)
     assert averaged.module.weight.item() == pytest.approx(1.001)
+
+
+def test_a_ready_module_is_moved_to_the_device_but_for_what_it_shares():
+    model = with_frozen_base()
+    ready = nn.ModuleDict({"base": model["base"], "head": scalar(), "nothing": None})
+    averaged = AveragedModel(model, module=ready, device="cpu")
+    assert averaged.module["base"] is model["base"]
+    assert averaged.module["nothing"] is None
 
 
 def test_a_ready_module_that_does_not_fit_is_refused():
@@ -818,3 +864,34 @@ def test_a_subclass_without_copying_of_its_own_is_cloned():
 def test_a_subclass_that_cannot_be_cloned_is_named():
     with pytest.raises(TypeError, match=r"cannot copy packed \(Linear\): its attribute weight resists"):
         AveragedModel(with_subclass(NoClone))
+
+
+class NoCopy(NoLerp):
+    """A subclass whose copy raises what is set, and whose clone is a plain tensor."""
+
+    error: Exception
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__deepcopy__:
+            raise cls.error
+        result = super().__torch_function__(func, types, args, kwargs)
+        return result.as_subclass(torch.Tensor) if func is torch.Tensor.clone else result
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "match"),
+    [
+        (
+            RuntimeError("no copies"),
+            TypeError,
+            r"cannot copy packed \(Linear\): its attribute weight resists: no copies",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError, "^CUDA out of memory"),
+    ],
+    ids=["another class", "out of memory"],
+)
+def test_a_subclass_is_not_cloned_where_that_loses_its_class_or_memory_has_run_out(error, raised, match, monkeypatch):
+    monkeypatch.setattr(NoCopy, "error", error, raising=False)
+    with pytest.raises(raised, match=match):
+        AveragedModel(with_subclass(NoCopy))

@@ -193,6 +193,24 @@ def test_a_checkpoint_without_the_base_loads():
     assert shared(averaged, model) == SHARED
 
 
+def test_a_checkpoint_of_another_shape_of_the_base_is_told_and_loads():
+    model = Adapter()
+    averaged = AveragedModel(model, share=is_frozen)
+    saved = averaged.state_dict() | {"module.scale": torch.ones(4)}
+    with unchanged(model), pytest.warns(UserWarning, match="^scale of the state_dict differ from those that the"):
+        averaged.load_state_dict(saved)
+    assert shared(averaged, model) == SHARED
+
+
+def test_a_checkpoint_whose_base_has_no_values_loads():
+    model = Adapter()
+    averaged = AveragedModel(model, share=is_frozen)
+    saved = averaged.state_dict() | {"module.scale": torch.ones(3, device="meta")}
+    with unchanged(model):
+        averaged.load_state_dict(saved)
+    assert shared(averaged, model) == SHARED
+
+
 def rename(old: str, new: str):
     """Return a hook that gives a tensor another name in a state_dict."""
 
@@ -252,6 +270,16 @@ def test_a_move_leaves_the_parameters_of_the_model_alone_and_says_so(move):
         move(averaged)
     assert {"base.weight", "base.bias", "tied_weight"} <= shared(averaged, model)
     assert averaged.module.a.dtype != torch.float32 or averaged.module.a.is_meta
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions.*deprecated")
+def test_a_move_of_shared_tensors_that_no_empty_one_stands_for_says_nothing():
+    model = Adapter()
+    quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    model.packed = nn.Parameter(quantised, requires_grad=False)
+    averaged = AveragedModel(model, share=is_frozen)
+    averaged.cpu()
+    assert averaged.module.packed is model.packed
 
 
 def test_an_average_follows_a_model_that_was_converted():
@@ -356,6 +384,24 @@ class Packed(Tensor):
         if any(word in func.__name__ for word in ("lerp", "copy_", "clone", "mul", "add")):
             raise NotImplementedError(func.__name__)
         return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Incomparable(Tensor):
+    """A tensor subclass that does not compare."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.equal:
+            raise NotImplementedError(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_shared_tensors_that_cannot_be_compared_load_and_stay():
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.ones(2, 2).as_subclass(Incomparable), requires_grad=False)
+    averaged = AveragedModel(model, share=is_frozen)
+    averaged.load_state_dict(averaged.state_dict() | {"module.weight": torch.zeros(2, 2)})
+    assert averaged.module.weight is model.weight
 
 
 def test_tensors_that_resist_arithmetic_are_shared():

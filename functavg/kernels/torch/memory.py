@@ -21,7 +21,7 @@ _nbytes = operator.attrgetter("nbytes")
 
 
 def are_disjoint(leaves: list[Tensor], starts: list[int]) -> bool:
-    """Tell whether dense tensors at these addresses all lie apart; False also if one look cannot tell."""
+    """Tell whether dense tensors at these addresses, none empty, all lie apart; False also if one look cannot tell."""
     is_contiguous = all(map(Tensor.is_contiguous, leaves))
     if not is_contiguous and any(map(is_expanded, leaves)):
         return False
@@ -55,8 +55,6 @@ def check_writable(averages: Sequence[Any], news: Sequence[Any], name_of: Callab
         TypeError: an average is an expanded tensor.
         ValueError: two overlap; the message names both.
     """
-    if is_transformed():
-        return
     averages, news = list(map(get_shard, averages)), list(map(get_shard, news))
     for index, leaf in enumerate(averages):
         if is_expanded(leaf):
@@ -90,9 +88,7 @@ def is_expanded(leaf: Any) -> bool:
 
 
 def _reach(leaf: Tensor) -> int:
-    """Return the bytes from the first element of a tensor to the end of its last one."""
-    if leaf.numel() == 0:
-        return 0
+    """Return the bytes from the first element of a tensor that has some to the end of its last one."""
     if leaf.is_contiguous():
         return leaf.nbytes
     last = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
