@@ -404,6 +404,12 @@ def test_a_decay_that_is_out_of_range_only_late_is_found() -> None:
         profile(WeightFn(lambda count, steps: "much"), 1000)
 
 
+def test_a_formula_of_ufuncs_with_options_is_asked_update_by_update() -> None:
+    """A column takes plain calls only."""
+    rule = WeightFn(lambda count, steps: np.add(count, 1.0, dtype=np.float64) ** -1)
+    np.testing.assert_allclose(profile(rule, 1000).weights, 1e-3, rtol=1e-9)
+
+
 def test_a_product_of_weights_beyond_1_that_overflows_is_refused() -> None:
     with pytest.raises(ValueError, match="weights and initial must be finite"):
         profile(WeightFn(lambda count, steps: 11.0), 1000)
@@ -476,6 +482,16 @@ def test_functions_of_averages_have_no_profile_and_learn_how_to_have_one(rule: A
     names: dict[str, Any] = {"functavg": functavg, "dataclass": dataclass}
     exec(example, names)
     np.testing.assert_allclose(profile(names["Mean"](), 4).weights, 0.25)
+
+
+def test_a_step_from_the_result_of_a_function_has_no_profile() -> None:
+    class Both(AveragingRule):
+        def plan(self, params: Any, state: AverageState[Any], steps: Any) -> AverageState[Any]:
+            applied = functavg.AvgFn(lambda average, new, count: new).plan(params, state, steps)
+            return applied._replace(average=Lerp(applied.average, params, 0.5))
+
+    with pytest.raises(TypeError, match="WeightRule"):
+        profile(Both(), 5)
 
 
 def test_plans_that_compute_with_arrays_are_refused() -> None:

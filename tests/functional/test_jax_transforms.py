@@ -437,6 +437,29 @@ def test_what_is_not_committed_to_its_device_stays_so() -> None:
     assert functavg.lerp([free], [bound], 0.5)[0].committed
 
 
+def test_averages_and_params_may_be_sharded_each_in_its_own_way() -> None:
+    """Here over a mesh of one device, which is another sharding than that device."""
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:1]), "x"), jax.P())
+    plain, sharded = jnp.zeros(2), jax.device_put(jnp.zeros(2), sharding)
+    rule = functavg.Several({"one": functavg.EMA(0.75, start="init"), "other": functavg.EMA(0.5, start="init")})
+    state = rule.init({"w": plain})._replace(average={"one": {"w": plain}, "other": {"w": sharded}})
+    for new in (jnp.ones(2), jax.device_put(jnp.ones(2), sharding)):
+        average = rule.update({"w": new}, state).average
+        assert average["one"]["w"].tolist() == [0.25, 0.25]
+        assert average["other"]["w"].tolist() == [0.5, 0.5]
+        assert average["one"]["w"].sharding == plain.sharding
+        assert average["other"]["w"].sharding == sharding
+
+
+def test_integers_are_finite_beside_what_need_not_be() -> None:
+    rule = functavg.SkipNonFinite(functavg.SWA())
+    state = rule.init({"steps": jnp.array([3]), "w": jnp.zeros(2)})
+    for value, count in ((1.0, 1), (np.nan, 1), (3.0, 2)):
+        state = rule.update({"steps": jnp.array([4]), "w": jnp.full(2, value)}, state)
+        assert state.count == count
+    assert state.average["w"].tolist() == [2.0, 2.0]
+
+
 def test_steps_of_64_bits_are_those_of_numpy() -> None:
     with enabled_x64():
         old, new = jnp.asarray([0.1, 0.2]), jnp.asarray([0.7, 0.9])

@@ -277,6 +277,16 @@ def test_the_distance_to_an_average_has_gradients_in_the_weights_only() -> None:
     assert grads["w"].tolist() == [2.0, 4.0]
 
 
+def test_vmap_over_models_with_a_leaf_in_two_places() -> None:
+    def step(old: Any, new: Any) -> Any:
+        return functavg.lerp({"a": old, "b": old}, {"a": new, "b": new}, 0.5, inplace=True)
+
+    old = torch.zeros(3, 2)
+    moved = torch.func.vmap(step)(old, torch.ones(3, 2))
+    for each in (old, *moved.values()):
+        assert (each == 0.5).all()
+
+
 def test_vmap_of_grad_of_models_with_their_averages() -> None:
     rule = functavg.SWA()
 
@@ -336,3 +346,26 @@ def test_an_ensemble_trains_and_averages_in_one_vmapped_step(compiled: bool) -> 
         singles = [step(*single, x[index], y[index]) for index, single in enumerate(singles)]
     wanted = tree_map(lambda *leaves: torch.stack(leaves), *singles)
     torch.testing.assert_close(together, wanted, rtol=1e-5, atol=1e-6)
+
+
+# ---- export
+
+
+class Updating(torch.nn.Module):
+    """An update as the forward of a module, which is what torch exports."""
+
+    def __init__(self, rule: functavg.AveragingRule, count: Any) -> None:
+        super().__init__()
+        self.rule, self.count = rule, count
+
+    def forward(self, average: Any, new: Any) -> Any:
+        return self.rule.update(new, AverageState(self.count, average)).average
+
+
+@pytest.mark.parametrize("rule", [functavg.EMA(0.75), functavg.PowerEMA(3.0)], ids=repr)
+def test_an_update_can_be_exported(rule: functavg.AveragingRule) -> None:
+    old, new = {"a": torch.zeros(2), "b": torch.ones(3)}, {"a": torch.ones(2), "b": torch.zeros(3)}
+    updating = Updating(rule, 4)
+    exported = torch.export.export(updating, (old, new), strict=False).module()
+    assert_equal(exported(old, new), updating(old, new))
+    assert_equal(exported(new, old), updating(new, old))

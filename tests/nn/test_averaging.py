@@ -357,6 +357,17 @@ def test_copied_buffers_may_be_sparse_or_quantised():
         assert averaged.module.packed.dequantize().tolist() == [1.0, 1.0]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_copied_buffers_may_be_nested():
+    model = scalar()
+    model.register_buffer("table", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    averaged = AveragedModel(model)
+    for value in (2.0, 3.0):
+        model.table = torch.nested.nested_tensor([torch.full((2,), value), torch.full((3,), value)])
+        averaged.update_parameters(model)
+        assert [part.tolist() for part in averaged.module.table.unbind()] == [[value] * 2, [value] * 3]
+
+
 def test_a_sparse_buffer_is_refused_by_name_where_it_would_be_averaged():
     model = scalar()
     model.register_buffer("adjacency", torch.eye(2).to_sparse())

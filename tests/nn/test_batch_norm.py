@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import swa_utils
 
 from functavg.nn import AveragedModel, update_bn
+from functavg.nn.estimating import Estimate
 from tests.nn.helpers import alone
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -604,6 +605,69 @@ def test_distributed_models_are_estimated(engine, training):
     norms, others = ([m for m in it.modules() if isinstance(m, nn.BatchNorm1d)] for it in (model, expected))
     assert [norm.running_mean.tolist() for norm in norms] == [norm.running_mean.tolist() for norm in others]
     assert {module.training for module in model.modules()} == {training}
+
+
+class Beside:
+    """Stands for the all-reduces with a second rank, which says what is set."""
+
+    def __init__(self, monkeypatch, verdict):
+        self.verdict = torch.tensor(verdict)
+        monkeypatch.setattr(distributed, "get_world_size", lambda *args: 2)
+        monkeypatch.setattr(distributed, "all_reduce", self.all_reduce)
+
+    def all_reduce(self, tensor, op=None):
+        if op is not None:
+            tensor.copy_(torch.maximum(tensor, self.verdict))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "error", "match"),
+    [
+        ([1, 0, 0, -(2**40)], RuntimeError, "update_bn failed on rank 1, whose own error says why"),
+        (
+            [-1, 1, 2**40, -(2**40)],
+            ValueError,
+            "the ranks do not estimate the same BatchNorms, on this one 0 of 2 chan",
+        ),
+    ],
+    ids=["it failed", "it has other norms"],
+)
+def test_what_keeps_another_rank_from_estimating_is_told_and_changes_nothing(monkeypatch, verdict, error, match):
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    before = copy.deepcopy(model.state_dict())
+    with alone():
+        Beside(monkeypatch, verdict)
+        with pytest.raises(error, match=match):
+            update_bn([torch.randn(4, 2)], model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_rank_that_fails_lets_the_others_know_and_raises_its_own_error(monkeypatch):
+    told = []
+    with alone():
+        Beside(monkeypatch, [-1, 1, 0, 0])
+        monkeypatch.setattr(distributed, "all_reduce", lambda verdict, op=None: told.append(verdict.tolist()[0]))
+        with pytest.raises(RuntimeError, match="shapes"):
+            update_bn([torch.randn(4, 3)], nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    assert told == [0]
+
+
+def test_a_rank_whose_norms_saw_nothing_keeps_its_statistics(monkeypatch):
+    """The others have data for norms that no rank runs."""
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    before = copy.deepcopy(model.state_dict())
+    with alone():
+        Beside(monkeypatch, [-1, 1, -(2**40), -(2**40)])
+        update_bn([], model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_batches_of_a_synchronised_norm_are_those_of_one_rank(monkeypatch):
+    """Each rank of its group counts the same batches."""
+    estimate = Estimate(nn.SyncBatchNorm(2))
+    estimate.norm.num_batches_tracked.fill_(6)
+    monkeypatch.setattr(distributed, "get_world_size", lambda group: 2)
+    assert estimate.get_summands()[0].tolist() == [0.0, 3.0]
 
 
 def test_the_mode_of_a_wrapper_freezes_nothing():

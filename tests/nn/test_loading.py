@@ -527,6 +527,20 @@ def test_weights_put_into_an_average_of_nothing_are_not_lost_in_silence(rule, wa
         averaged.update_parameters(model)
 
 
+@pytest.mark.parametrize("then", ["a move", "a load that failed"])
+def test_weights_put_into_an_average_of_nothing_are_remembered_after(then):
+    model = scalar()
+    averaged = AveragedModel(model)
+    fill(averaged.module, 7.0)
+    if then == "a move":
+        averaged.double()
+    else:
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            averaged.load_state_dict(averaged.state_dict() | {"module.weight": torch.zeros(3)})
+    with pytest.warns(UserWarning, match="this update replaces the weights of averaged.module"):
+        averaged.update_parameters(model)
+
+
 def test_an_average_that_starts_from_what_init_saw_keeps_weights_put_into_it():
     averaged, model = averaged_scalar(rule=EMA(0.9, start="init"))
     fill(averaged.module, 10.0)

@@ -238,3 +238,16 @@ def test_an_override_that_raises_changes_nothing():
         averaged.update_parameters(model)
     assert ({name: bits(tensor) for name, tensor in tensors(averaged).items()}, parameters_of(model)) == before
     assert not any(part.training for part in model.modules())
+
+
+def test_a_merged_layer_gets_back_the_modes_of_all_its_parts():
+    """Also of one that was set to train in a layer in eval mode."""
+    model = nn.Sequential(WithFlag())
+    model[0].append = nn.ModuleDict({"trains": nn.Dropout(), "rests": nn.Dropout()})
+    model.eval()
+    model[0].append["trains"].train()
+    averaged = AveragedModel(model)
+    averaged.update_parameters(model)
+    assert model[0].append["trains"].training
+    assert not model[0].append["rests"].training
+    assert not model[0].training

@@ -113,6 +113,31 @@ def test_what_is_sharded_and_what_is_not_do_not_mix():
     assert whole.n_averaged.item() == shards.n_averaged.item() == 0
 
 
+def test_plain_tensors_are_averaged_where_no_class_of_sharded_ones_is_loaded(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch.distributed.tensor")
+    assert functavg.lerp({"w": torch.zeros(2)}, {"w": torch.ones(2)}, 0.5)["w"].tolist() == [0.5, 0.5]
+
+
+def test_a_memory_of_whole_tensors_is_loaded_as_shards():
+    """As a full state_dict holds it."""
+    model, averaged = averaged_pair("Several", torch.float32)
+    saved = averaged.state_dict()
+    extra = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in saved["_extra_state"].items()
+    }
+    assert any(isinstance(value, DTensor) for value in saved["_extra_state"].values())
+    other = AveragedModel(model, module=sharded(), use_buffers=True, **WAYS["Several"])
+    other.load_state_dict(saved | {"_extra_state": extra})
+    for each in (averaged, other):
+        each.update_parameters(model)
+    for name, value in averaged.get_extra_state().items():
+        if isinstance(value, DTensor):
+            again = other.get_extra_state()[name]
+            assert again.placements == value.placements
+            assert torch.equal(again.full_tensor(), value.full_tensor())
+
+
 def test_where_nothing_is_sharded_fsdp_need_not_be_loaded(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch.distributed.fsdp")
     model = plain()
