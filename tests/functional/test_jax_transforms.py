@@ -439,7 +439,8 @@ def test_what_is_not_committed_to_its_device_stays_so() -> None:
 
 def test_averages_and_params_may_be_sharded_each_in_its_own_way() -> None:
     """Here over a mesh of one device, which is another sharding than that device."""
-    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:1]), "x"), jax.P())
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), "x")
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     plain, sharded = jnp.zeros(2), jax.device_put(jnp.zeros(2), sharding)
     rule = functavg.Several({"one": functavg.EMA(0.75, start="init"), "other": functavg.EMA(0.5, start="init")})
     state = rule.init({"w": plain})._replace(average={"one": {"w": plain}, "other": {"w": sharded}})
