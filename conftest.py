@@ -95,19 +95,14 @@ def _is_slow(item: pytest.Item) -> bool:
     return isinstance(item, SybilItem) or sum(rows) % 7 > 0
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is slow; put a document's blocks back in their order, which pytest-randomly has shuffled."""
+    """Mark what is slow; put documents first and their blocks in order, which pytest-randomly has shuffled.
+
+    Processes that run out of tests take some from the end of another's: what comes first is not torn apart.
+    """
     for item in filter(_is_slow, items):
         item.add_marker("slow")
-    blocks: dict[pytest.Collector | None, list[SybilItem]] = {}
-    for item in items:
-        if isinstance(item, SybilItem):
-            blocks.setdefault(item.parent, []).append(item)
-    ordered: list[pytest.Item] = []
-    for item in items:
-        if not isinstance(item, SybilItem):
-            ordered.append(item)
-        elif item is blocks[item.parent][0]:
-            ordered += sorted(blocks[item.parent], key=lambda block: block.example.line)
-    items[:] = ordered
+    blocks = sorted(
+        (item for item in items if isinstance(item, SybilItem)), key=lambda item: (item.path, item.example.line)
+    )
+    items[:] = [*blocks, *(item for item in items if not isinstance(item, SybilItem))]
