@@ -106,3 +106,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         (item for item in items if isinstance(item, SybilItem)), key=lambda item: (item.path, item.example.line)
     )
     items[:] = [*blocks, *(item for item in items if not isinstance(item, SybilItem))]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Run the blocks before one of a document first, if another process, or none, has run them."""
+    if isinstance(item, SybilItem):
+        done = item.example.namespace.setdefault("_done", set())
+        for example in item.example.document:
+            if example.line < item.example.line and example.line not in done:
+                example.evaluate()
+                done.add(example.line)
+        done.add(item.example.line)
